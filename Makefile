@@ -1,0 +1,27 @@
+# Two commands do everything on a fresh machine: `make train` and `make test`.
+PYTHON ?= python3
+TRAIN_FLAGS ?= --workdir=runs/quickstart
+BIN := .venv/bin
+
+.PHONY: train test test-fast lint bench clean
+.DELETE_ON_ERROR:
+
+.venv/.installed: requirements.txt requirements-test.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-test.txt
+	touch $@
+
+train: .venv/.installed  ## trains the quick-start agent; writes to runs/quickstart
+	$(BIN)/python -m experiments.train $(TRAIN_FLAGS)
+
+test: .venv/.installed  ## the whole suite
+	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-fast: .venv/.installed  ## without the tests marked slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
+
+lint: .venv/.installed
+	$(BIN)/ruff check .
+
+clean:
+	rm -rf .venv runs
