@@ -1,0 +1,106 @@
+"""Pure jittable functions, unbatched over T (vmap them) unless a B is shown; they need jax and plain arrays only."""
+
+from mpo_jax.kernels.advantages import (
+    bilevel_advantages,
+    hindsight_weights,
+    multiscale_advantages,
+    turn_advantages,
+    whiten,
+)
+from mpo_jax.kernels.aggregation import constant_length, sequence_mean, token_mean, turn_mean
+from mpo_jax.kernels.diagnostics import (
+    constant_group_share,
+    critic_diagnostics,
+    effective_sample_size,
+    explained_variance,
+    in_turn_visibility,
+    ratio_diagnostics,
+    value_clip_fraction,
+    value_jitter,
+    variance_share,
+)
+from mpo_jax.kernels.groups import (
+    anchor_advantages,
+    group_advantages,
+    informative_groups,
+    leave_one_out_advantages,
+    overlong_penalty,
+)
+from mpo_jax.kernels.logprobs import categorical_kl, linear_logprobs, token_logprobs_and_entropy
+from mpo_jax.kernels.losses import (
+    clipped_surrogate,
+    clipped_value_loss,
+    double_sided_mask,
+    kl_k1,
+    kl_k2,
+    kl_k3,
+    squared_value_loss,
+    success_nll,
+)
+from mpo_jax.kernels.progress import progress_advantage
+from mpo_jax.kernels.ratios import importance_ratio, masked_weights, truncated_weights
+from mpo_jax.kernels.returns import gae, lambda_returns, length_adaptive_lambda, returns, token_gae
+from mpo_jax.kernels.segments import (
+    segment_first,
+    segment_last,
+    segment_mean,
+    segment_sum,
+    sequence_ids,
+    spread,
+    token_ids,
+    turn_ids,
+)
+
+__all__ = [
+    "anchor_advantages",
+    "bilevel_advantages",
+    "categorical_kl",
+    "clipped_surrogate",
+    "clipped_value_loss",
+    "constant_group_share",
+    "constant_length",
+    "critic_diagnostics",
+    "double_sided_mask",
+    "effective_sample_size",
+    "explained_variance",
+    "gae",
+    "group_advantages",
+    "hindsight_weights",
+    "importance_ratio",
+    "in_turn_visibility",
+    "informative_groups",
+    "kl_k1",
+    "kl_k2",
+    "kl_k3",
+    "lambda_returns",
+    "leave_one_out_advantages",
+    "length_adaptive_lambda",
+    "linear_logprobs",
+    "masked_weights",
+    "multiscale_advantages",
+    "overlong_penalty",
+    "progress_advantage",
+    "ratio_diagnostics",
+    "returns",
+    "segment_first",
+    "segment_last",
+    "segment_mean",
+    "segment_sum",
+    "sequence_ids",
+    "sequence_mean",
+    "spread",
+    "squared_value_loss",
+    "success_nll",
+    "token_gae",
+    "token_ids",
+    "token_logprobs_and_entropy",
+    "token_mean",
+    "truncated_weights",
+    "turn_advantages",
+    "turn_ids",
+    "turn_mean",
+    "value_clip_fraction",
+    "value_jitter",
+    "variance_share",
+    "whiten",
+]
