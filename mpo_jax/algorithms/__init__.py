@@ -1,0 +1,79 @@
+"""One short function an algorithm: its arguments are the paper's hyperparameters, its body a composition of kernels."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpo_jax.algorithms.critics import bilevel_gae, mpo, ppo, sao, turn_ppo, vapo, vc_ppo
+from mpo_jax.algorithms.groups import dapo, dr_grpo, gigpo, grpo, gspo, gspo_token, taspo
+from mpo_jax.algorithms.slots import masked_importance, truncated_importance
+from mpo_jax.algorithms.update import Algorithm, Penalty, drop_nonfinite, policy_loss, targets, value_loss
+from mpo_jax.kernels.segments import Granularity, Reduce, segment_mean, segment_sum, sequence_ids, token_ids, turn_ids
+
+__all__ = [
+    "ALGORITHMS",
+    "Algorithm",
+    "Penalty",
+    "bilevel_gae",
+    "dapo",
+    "dr_grpo",
+    "drop_nonfinite",
+    "from_config",
+    "gigpo",
+    "grpo",
+    "gspo",
+    "gspo_token",
+    "masked_importance",
+    "mpo",
+    "policy_loss",
+    "ppo",
+    "sao",
+    "targets",
+    "taspo",
+    "truncated_importance",
+    "turn_ppo",
+    "value_loss",
+    "vapo",
+    "vc_ppo",
+]
+
+ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
+    "mpo": mpo,
+    "turn_ppo": turn_ppo,
+    "ppo": ppo,
+    "vc_ppo": vc_ppo,
+    "vapo": vapo,
+    "sao": sao,
+    "bilevel_gae": bilevel_gae,
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "dapo": dapo,
+    "gspo": gspo,
+    "gspo_token": gspo_token,
+    "gigpo": gigpo,
+    "taspo": taspo,
+}
+GRANULARITIES: dict[str, Granularity] = {"token": token_ids, "turn": turn_ids, "sequence": sequence_ids}
+REDUCERS: dict[str, Reduce] = {"sum": segment_sum, "mean": segment_mean}
+_NAMED = {"ratio_granularity": GRANULARITIES, "center": GRANULARITIES, "ratio_reduce": REDUCERS}
+
+
+def from_config(name: str, **hyperparameters: Any) -> Algorithm:
+    """Builds an algorithm by name; granularities and reducers may be given as strings ("turn", "mean").
+
+    Raises:
+      ValueError: for an unknown name, hyperparameter or string, naming those that exist.
+    """
+    build = _lookup("algorithm", name, ALGORITHMS)
+    known = inspect.signature(build).parameters
+    for key, value in hyperparameters.items():
+        _lookup(f"hyperparameter of {name}", key, known)
+        if isinstance(value, str) and key in _NAMED:
+            hyperparameters[key] = _lookup(key, value, _NAMED[key])
+    return build(**hyperparameters)
+
+
+def _lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:
+    if name not in known:
+        raise ValueError(f"unknown {what} {name!r}, expected one of: {', '.join(known)}")
+    return known[name]
