@@ -1,0 +1,1 @@
+"""The documents and questions of the search environment, and the scripts that built them."""
