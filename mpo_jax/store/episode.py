@@ -1,0 +1,138 @@
+"""The record of one episode: what crosses from a rollout process to the learner. No pickle, no text re-tokenised."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+import numpy as np
+
+LOGPROB_TOLERANCE = 1e-4  # engines round: a log-probability may come out a little above 0
+_INT32_MAX = 2**31 - 1
+
+
+class InvalidEpisode(ValueError):
+    """A record that no learner may train on; the message names the field, its size and what was expected."""
+
+
+class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One finished episode of n tokens and m turns, token-in token-out. One that failed before it acted has none.
+
+    Attributes:
+      episode_id: unique in its store.
+      group_id: index of the group (the episodes of one prompt).
+      task_id: the environment's name of the task.
+      tokens: n ids: prompt, actions, observations, in the order that the engine saw them.
+      action_mask: n flags, true on tokens that the policy sampled.
+      executable_mask: n flags, the part of each action that the environment executed.
+      turn_ids: n ids 0..m-1; an observation belongs to the turn that it precedes, a trailing one to the turn before.
+      logprobs: n numbers, log-probabilities of sampled tokens under the engine; 0 elsewhere.
+      rewards: m numbers, one a turn; NaN where the environment failed (the learner masks and counts that episode).
+      state_ids: m ids; equal ids mean the same environment state of the same task.
+      versions: m numbers, the weights' version that sampled each turn (the oldest, if they changed within it).
+      end_reason: "terminated" by the environment, or cut by the "turn_limit", the "token_limit" or the environment's
+        own limit ("truncated").
+      metadata: anything printable that a person or a scorer may want (question, answer, texts).
+    """
+
+    episode_id: str
+    group_id: int
+    task_id: str
+    tokens: list[int]
+    action_mask: list[bool]
+    executable_mask: list[bool]
+    turn_ids: list[int]
+    logprobs: list[float]
+    rewards: list[float]
+    state_ids: list[int]
+    versions: list[int]
+    end_reason: Literal["terminated", "truncated", "turn_limit", "token_limit"]
+    metadata: dict[str, str | int | float | bool | list[str]] = {}
+
+
+def validate(episode: Episode) -> None:
+    """Checks that the record's lists agree with each other and hold what their names say.
+
+    A NaN reward passes: it masks its own episode and is counted later. A non-finite log-probability of a sampled
+    token does not: the engine was broken, and no clamp may hide that.
+
+    Args:
+      episode: of n tokens and m turns.
+
+    Raises:
+      InvalidEpisode: naming the first field that is wrong, its length, where, and what was expected.
+    """
+    n, m = len(episode.tokens), len(episode.rewards)
+    sizes = {
+        "action_mask": (episode.action_mask, n, "token"),
+        "executable_mask": (episode.executable_mask, n, "token"),
+        "turn_ids": (episode.turn_ids, n, "token"),
+        "logprobs": (episode.logprobs, n, "token"),
+        "state_ids": (episode.state_ids, m, "reward"),
+        "versions": (episode.versions, m, "reward"),
+    }
+    for field, (values, size, unit) in sizes.items():
+        if len(values) != size:
+            raise InvalidEpisode(
+                f"episode {episode.episode_id!r}: {field} has length {len(values)}, expected {size} (one a {unit})"
+            )
+    try:
+        for field, wrong, expected in _rules(episode):
+            if wrong.any():
+                raise InvalidEpisode(
+                    f"episode {episode.episode_id!r}: {field} of length {len(wrong)} is wrong at index "
+                    f"{int(wrong.argmax())}: expected {expected}"
+                )
+    except (OverflowError, TypeError) as error:
+        raise InvalidEpisode(f"episode {episode.episode_id!r}: {error}") from error
+
+
+def _rules(episode: Episode) -> Iterator[tuple[str, np.ndarray, str]]:
+    """Yields (field, where it is broken, what was expected); each rule may rely on the ones before it."""
+    tokens, turn_ids = (np.asarray(ids, np.int64) for ids in (episode.tokens, episode.turn_ids))
+    state_ids, versions = (np.asarray(ids, np.int64) for ids in (episode.state_ids, episode.versions))
+    sampled, executed = (np.asarray(mask, bool) for mask in (episode.action_mask, episode.executable_mask))
+    logprobs, num_turns = np.asarray(episode.logprobs, np.float64), len(episode.rewards)
+
+    for field, ids in (("tokens", tokens), ("state_ids", state_ids), ("versions", versions)):
+        yield field, (ids < 0) | (ids > _INT32_MAX), f"ids in 0..{_INT32_MAX}"
+    step = np.diff(turn_ids, prepend=-1)
+    yield "turn_ids", (step < 0) | (step > 1) | (turn_ids < 0), "0, 1, 2, … without a gap, never decreasing"
+    yield "turn_ids", turn_ids >= num_turns, f"ids below {num_turns}, the number of rewards"
+    actions = np.bincount(turn_ids[sampled], minlength=num_turns)
+    yield "rewards", actions == 0, "a turn with at least one sampled token for each"
+    yield "executable_mask", executed & ~sampled, "true on sampled tokens (action_mask) only"
+    yield "logprobs", sampled & ~np.isfinite(logprobs), "finite numbers on sampled tokens"
+    yield "logprobs", sampled & (logprobs > LOGPROB_TOLERANCE), "log-probabilities, at most 0, on sampled tokens"
+    yield "logprobs", ~sampled & (logprobs != 0), "0 off the sampled tokens"
+
+
+_decoder = msgspec.msgpack.Decoder(Episode)
+
+
+def encode(episode: Episode) -> bytes:
+    """Packs a valid episode as msgpack.
+
+    Raises:
+      InvalidEpisode: the record does not hold together, or a field has another type (a numpy scalar, say).
+    """
+    validate(episode)
+    try:
+        record = msgspec.msgpack.encode(episode)
+        _decoder.decode(record)  # structs do not check types when built: better refused here than by the reader
+    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+        raise InvalidEpisode(f"episode {episode.episode_id!r}: {error}") from error
+    return record
+
+
+def decode(record: bytes) -> Episode:
+    """Unpacks what `encode` packed, checking types and values.
+
+    Raises:
+      InvalidEpisode: the bytes are damaged, of another schema, or the record does not hold together.
+    """
+    try:
+        episode = _decoder.decode(record)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise InvalidEpisode(f"a record of {len(record)} bytes is no episode: {error}") from error
+    validate(episode)
+    return episode

@@ -1,0 +1,288 @@
+"""The episode store: one SQLite file between the rollout processes and the learner, crash-safe and inspectable.
+
+Groups are a deterministic stream: the index names the task. Producers reserve indices and add whole groups in any
+order; the learner takes them in index order, so what it trains on depends on neither their number nor their speed.
+"""
+
+import contextlib
+import logging
+import os
+import sqlite3
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
+
+from mpo_jax.store.episode import Episode, InvalidEpisode, decode, encode
+
+_APPLICATION_ID = 0x4D504F31  # "MPO1" in the file's header
+_SCHEMA_VERSION = 1
+_BUSY_SECONDS = 60.0
+_SCHEMA = (
+    # oldest_version: of the weights that sampled any turn. step: the learner step that took the group, NULL = waiting.
+    # dropped = 1: passed over at that step (too old, or no readable record).
+    """CREATE TABLE groups (group_id INTEGER PRIMARY KEY, oldest_version INTEGER NOT NULL, step INTEGER,
+       dropped INTEGER NOT NULL DEFAULT 0) STRICT""",
+    "CREATE INDEX groups_waiting ON groups (group_id) WHERE step IS NULL",
+    "CREATE INDEX groups_taken ON groups (group_id) WHERE step IS NOT NULL",
+    "CREATE INDEX groups_step ON groups (step)",
+    """CREATE TABLE episodes (group_id INTEGER NOT NULL, member INTEGER NOT NULL, checksum INTEGER NOT NULL,
+       record BLOB NOT NULL, PRIMARY KEY (group_id, member)) STRICT""",
+    """CREATE TABLE quarantined (group_id INTEGER NOT NULL, member INTEGER NOT NULL, reason TEXT NOT NULL,
+       record BLOB NOT NULL, PRIMARY KEY (group_id, member)) STRICT""",
+    "CREATE TABLE reservations (group_id INTEGER PRIMARY KEY, owner TEXT NOT NULL, expires REAL NOT NULL) STRICT",
+    f"PRAGMA application_id = {_APPLICATION_ID}",
+    f"PRAGMA user_version = {_SCHEMA_VERSION}",
+)
+# Only groups of the gapless run from 0 are ever taken, so a waiting one belongs to that run as long as every waiting
+# one so far has its predecessor stored.
+_WAITING = """
+SELECT group_id, oldest_version,
+       group_id = 0 OR EXISTS (SELECT 1 FROM groups AS before WHERE before.group_id = waiting.group_id - 1) AS follows
+FROM groups AS waiting WHERE step IS NULL ORDER BY group_id"""
+# For the same reason a free index is looked for above the highest taken one only.
+_LOWEST_FREE = """
+WITH first (id) AS (SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups WHERE step IS NOT NULL),
+     busy (id) AS (SELECT group_id FROM groups, first WHERE group_id >= first.id
+                   UNION SELECT group_id FROM reservations)
+SELECT MIN(id) FROM (SELECT id FROM first UNION SELECT id + 1 FROM busy) WHERE id NOT IN busy"""
+
+log = logging.getLogger(__name__)
+
+
+class StoreError(RuntimeError):
+    """The file is no episode store, is damaged, or cannot be used; the message names it."""
+
+
+class EpisodeStore:
+    """Whole groups of episodes in one SQLite file, shared by processes (one object a thread).
+
+    The file is in WAL mode with synchronous=NORMAL: a commit has handed its pages to the operating system, so what
+    `add` or `take` acknowledged survives kill -9 of every process. Only a power cut can lose the last commits (never
+    tear one), and what they held is produced or taken again: both are idempotent.
+
+    Args:
+      path: the file; made if absent.
+      must_exist: refuse to make it (for readers).
+
+    Raises:
+      StoreError: the file is absent and must exist, is no SQLite file, belongs to another program, or has another
+        schema version.
+    """
+
+    def __init__(self, path: str | os.PathLike, *, must_exist: bool = False):
+        self.path = os.fspath(path)
+        if must_exist and not os.path.exists(self.path):
+            raise StoreError(f"{self.path}: no such episode store")
+        with self._named_errors():
+            if not os.path.exists(self.path):
+                _create(self.path)
+            self._db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
+        try:
+            self._check()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _check(self) -> None:
+        if self._number("PRAGMA application_id") != _APPLICATION_ID:
+            raise StoreError(f"{self.path}: empty or of another program, not an episode store")
+        if (version := self._number("PRAGMA user_version")) != _SCHEMA_VERSION:
+            raise StoreError(f"{self.path}: episode store of schema {version}, expected {_SCHEMA_VERSION}")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+
+    def close(self) -> None:
+        """Closes the file; everything acknowledged is already in it."""
+        self._db.close()
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StoreError(f"{self.path}: cannot be used as an episode store: {error}") from error
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._named_errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _number(self, query: str, *arguments) -> int | None:
+        with self._named_errors():
+            return self._db.execute(query, arguments).fetchone()[0]
+
+    # Producers.
+
+    def reserve(self, owner: str, lease: float, *, max_pending: int | None = None) -> int | None:
+        """Gives a producer the lowest group index that is neither stored nor reserved by a live producer.
+
+        Args:
+          owner: name of the producer, kept over its restarts.
+          lease: seconds until the reservation lapses, unless renewed, and the index is given out again.
+          max_pending: back-pressure: the most groups waiting to be taken plus groups in the making, of all
+            producers together; at least as many as one `take` wants. An index below a stored one is given out
+            regardless: the learner waits for it.
+
+        Returns:
+          The index, or None while `max_pending` is reached.
+        """
+        now = time.time()
+        with self._transaction() as db:
+            db.execute("DELETE FROM reservations WHERE expires <= ?", (now,))
+            group_id = self._number(_LOWEST_FREE)
+            if max_pending is not None and group_id > self._number("SELECT COALESCE(MAX(group_id), -1) FROM groups"):
+                in_the_making = self._number("SELECT COUNT(*) FROM reservations")
+                if self.pending() + in_the_making >= max_pending:
+                    return None
+            db.execute("INSERT INTO reservations VALUES (?, ?, ?)", (group_id, owner, now + lease))
+        return group_id
+
+    def renew(self, owner: str, lease: float) -> None:
+        """Extends all reservations that the producer still holds to `lease` seconds from now."""
+        with self._transaction() as db:
+            db.execute("UPDATE reservations SET expires = ? WHERE owner = ?", (time.time() + lease, owner))
+
+    def release(self, owner: str) -> None:
+        """Gives up the producer's reservations; a restarted one calls this first, so that nobody waits for them."""
+        with self._transaction() as db:
+            db.execute("DELETE FROM reservations WHERE owner = ?", (owner,))
+
+    def add(self, group_id: int, episodes: Sequence[Episode]) -> None:
+        """Stores a whole group in one transaction and ends its reservation; a group already stored is left as it is.
+
+        Raises:
+          InvalidEpisode: a record does not hold together or names another group; nothing is stored.
+          ValueError: the group has no episodes.
+        """
+        if not episodes:
+            raise ValueError(f"group {group_id} has no episodes, expected at least one")
+        for episode in episodes:
+            if episode.group_id != group_id:
+                raise InvalidEpisode(
+                    f"episode {episode.episode_id!r}: group_id is {episode.group_id}, expected {group_id}"
+                )
+        records = [encode(episode) for episode in episodes]
+        oldest = min((version for episode in episodes for version in episode.versions), default=0)
+        with self._transaction() as db:
+            db.execute("DELETE FROM reservations WHERE group_id = ?", (group_id,))
+            new = db.execute(
+                "INSERT OR IGNORE INTO groups (group_id, oldest_version) VALUES (?, ?)", (group_id, oldest)
+            )
+            if new.rowcount:
+                rows = [(group_id, member, zlib.crc32(record), record) for member, record in enumerate(records)]
+                db.executemany("INSERT INTO episodes VALUES (?, ?, ?, ?)", rows)
+
+    # The learner.
+
+    def take(self, num_groups: int, step: int, *, min_version: int = 0) -> list[list[Episode]] | None:
+        """Takes the next groups in index order for a learner step; asking again for that step gives them again.
+
+        Groups that hold a turn of weights older than `min_version`, and those without one readable record, are
+        passed over (logged). A group keeps its readable episodes, so it may be smaller than it was.
+
+        Args:
+          num_groups: how many.
+          step: the learner's step.
+          min_version: the oldest weights accepted.
+
+        Returns:
+          The groups, or None until enough are stored without a gap.
+
+        Raises:
+          ValueError: the step lies before one that has already taken groups: `rewind` first.
+        """
+        with self._transaction() as db:
+            taken = db.execute("SELECT group_id FROM groups WHERE step = ? AND NOT dropped ORDER BY group_id", (step,))
+            if again := [self._read_group(group_id) for (group_id,) in taken.fetchall()]:
+                return [group for group in again if group]
+            last = self._number("SELECT MAX(step) FROM groups")
+            if last is not None and step < last:
+                raise ValueError(f"step {step} took no groups, but step {last} did: call rewind({step - 1}) first")
+            waiting = list(takewhile(lambda row: row[2], db.execute(_WAITING)))
+            stale = [group_id for group_id, version, _ in waiting if version < min_version]
+            self._mark(stale, step, f"older than version {min_version}")
+            fresh = [group_id for group_id, version, _ in waiting if version >= min_version]
+            groups: dict[int, list[Episode]] = {}
+            while len(groups) < num_groups <= len(fresh) + len(groups):
+                group_id = fresh.pop(0)
+                if group := self._read_group(group_id):
+                    groups[group_id] = group
+                else:
+                    self._mark([group_id], step, "without one readable episode")
+            if len(groups) < num_groups:
+                return None
+            self._mark(list(groups), step)
+        return list(groups.values())
+
+    def _mark(self, group_ids: Sequence[int], step: int, dropped_because: str = "") -> None:
+        if group_ids and dropped_because:
+            log.warning("%s: step %d passes over groups %s: %s", self.path, step, group_ids, dropped_because)
+        rows = [(step, bool(dropped_because), group_id) for group_id in group_ids]
+        self._db.executemany("UPDATE groups SET step = ?, dropped = ? WHERE group_id = ?", rows)
+
+    def rewind(self, step: int) -> None:
+        """Gives back all that steps after `step` took: a learner resumed from its checkpoint trains exactly those."""
+        with self._transaction() as db:
+            db.execute("UPDATE groups SET step = NULL, dropped = 0 WHERE step > ?", (step,))
+
+    def _read_group(self, group_id: int) -> list[Episode]:
+        """The group's readable episodes; the others move to `quarantined` with the reason (inside a transaction)."""
+        query = "SELECT group_id, member, checksum, record FROM episodes WHERE group_id = ? ORDER BY member"
+        episodes = []
+        for row in self._db.execute(query, (group_id,)).fetchall():
+            try:
+                episodes.append(_read(row))
+            except InvalidEpisode as error:
+                log.warning("%s: quarantined episode %d of group %d: %s", self.path, row[1], group_id, error)
+                self._db.execute(
+                    "INSERT INTO quarantined SELECT group_id, member, ?, record FROM episodes "
+                    "WHERE group_id = ? AND member = ?", (str(error), *row[:2]),
+                )  # fmt: skip
+                self._db.execute("DELETE FROM episodes WHERE group_id = ? AND member = ?", row[:2])
+        return episodes
+
+    # Readers.
+
+    def pending(self) -> int:
+        """The number of stored groups that wait to be taken."""
+        return self._number("SELECT COUNT(*) FROM groups WHERE step IS NULL")
+
+    def count(self) -> int:
+        """The number of stored episodes."""
+        return self._number("SELECT COUNT(*) FROM episodes")
+
+    def episodes(self) -> Iterator[Episode]:
+        """Yields every readable episode by group and member; changes nothing, skips damaged ones with a warning."""
+        with self._named_errors():
+            for row in self._db.execute("SELECT * FROM episodes ORDER BY group_id, member"):
+                try:
+                    yield _read(row)
+                except InvalidEpisode as error:
+                    log.warning("%s: skipped episode %d of group %d: %s", self.path, row[1], row[0], error)
+
+
+def _create(path: str) -> None:
+    """Makes an empty store beside its place and links it there whole: processes that start together never collide."""
+    beside = f"{path}.{os.getpid()}-{threading.get_ident()}.new"
+    with contextlib.closing(sqlite3.connect(beside, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        for statement in _SCHEMA:
+            db.execute(statement)
+    with contextlib.suppress(FileExistsError):  # another process was first
+        os.link(beside, path)
+    os.unlink(beside)
+
+
+def _read(row: tuple[int, int, int, bytes]) -> Episode:
+    _, _, checksum, record = row
+    if zlib.crc32(record) != checksum:
+        raise InvalidEpisode(f"a record of {len(record)} bytes is damaged: its checksum is wrong")
+    return decode(record)
