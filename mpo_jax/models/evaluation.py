@@ -1,0 +1,46 @@
+"""What the models say of tokens: the one place where "predicts the next token" is shifted to "concerns this token"."""
+
+import jax.numpy as jnp
+
+from mpo_jax.kernels import linear_logprobs
+from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.types import Array, Trajectories
+
+
+def starts_of_sequences(batch: Trajectories) -> Array:
+    """bool[B,T]: the first token of each sequence, which no prefix in its row predicts (padding included)."""
+    return (batch.positions == 0) | (batch.sequence_ids < 0)
+
+
+def token_logprobs(model: Transformer, batch: Trajectories) -> tuple[Array, Array]:
+    """log π(tokens[t] | tokens[<t]) and the entropy of that distribution, each float32[B,T].
+
+    Zero at the first token of a sequence and on padding.
+    """
+    hidden, _ = model(batch.tokens, batch.positions, batch.sequence_ids)
+    rows, length, width = hidden.shape
+    logprobs, entropy = linear_logprobs(
+        hidden[:, :-1].reshape(-1, width), model.head(), batch.tokens[:, 1:].reshape(-1)
+    )
+    unpredicted = starts_of_sequences(batch)[:, 1:]
+
+    def shift(x):
+        x = jnp.where(unpredicted, 0.0, x.reshape(rows, length - 1))
+        return jnp.pad(x, ((0, 0), (1, 0)))
+
+    return shift(logprobs), shift(entropy)
+
+
+def prefix_values(critic: Critic, batch: Trajectories) -> tuple[Array, Array]:
+    """V(tokens[<t]) float32[B,T], and V of each whole sequence float32[B,S].
+
+    Zero at the first token of a sequence, where there is no prefix, and for absent sequences.
+    """
+    after = critic(batch.tokens, batch.positions, batch.sequence_ids).astype(jnp.float32)
+    before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
+    values = jnp.where(starts_of_sequences(batch), 0.0, before)
+    slots = jnp.arange(batch.group_ids.shape[1])
+    member = batch.sequence_ids[:, None, :] == slots[None, :, None]  # [B,S,T]
+    last = jnp.max(jnp.where(member, jnp.arange(after.shape[1])[None, None, :], -1), axis=-1)
+    final = jnp.take_along_axis(after, jnp.maximum(last, 0), axis=1)
+    return values, jnp.where(last >= 0, final, 0.0)

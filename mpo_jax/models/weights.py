@@ -1,0 +1,33 @@
+"""Parameters as flat names and arrays, for safetensors and back."""
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from mpo_jax.types import Array
+
+
+def flatten(params: nnx.State) -> dict[str, np.ndarray]:
+    """Parameters by dotted name, such as `blocks.0.mlp.up.kernel`."""
+    return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in nnx.to_flat_state(params)}
+
+
+def unflatten(like: nnx.State, arrays: Mapping[str, Array]) -> nnx.State:
+    """Parameters of the structure and dtypes of `like` (shapes suffice) with the values of `arrays`.
+
+    Raises:
+      ValueError: a name is missing or foreign, or a shape differs; the message names it.
+    """
+    expected = {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(like)}
+    if wrong := sorted(expected.keys() ^ arrays.keys()):
+        kind = "missing" if wrong[0] in expected else "unexpected"
+        raise ValueError(f"{kind} parameter {wrong[0]!r} ({len(wrong)} names differ in all)")
+    flat = []
+    for path, leaf in nnx.to_flat_state(like):
+        name = ".".join(map(str, path))
+        if arrays[name].shape != leaf.get_value().shape:
+            raise ValueError(f"parameter {name!r} has shape {arrays[name].shape}, expected {leaf.get_value().shape}")
+        flat.append((path, leaf.replace(jnp.asarray(arrays[name], leaf.get_value().dtype))))
+    return nnx.from_flat_state(flat)
