@@ -1,0 +1,271 @@
+"""The agent loop: episodes run side by side in an engine's slots, one turn a call.
+
+An episode is an append-only list of ids. The engine is sent only what the environment adds; what it sampled is stored
+as it came, so the record is what the policy saw and did, and no sampled text is ever made into ids again.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import gymnasium
+import numpy as np
+
+from mpo_jax.rollout.protocol import Engine, Generation, Tokenizer
+from mpo_jax.store.episode import Episode
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One episode to run.
+
+    Attributes:
+      episode_id: of the record.
+      group_id: of the record; the episodes of one group share `options` and `environment_seed`.
+      options: passed to the environment's reset; they name the task.
+      environment_seed: passed to the environment's reset.
+      seed: of the policy's sampling; with the turn's index it gives every turn its own.
+    """
+
+    episode_id: str
+    group_id: int
+    options: Mapping[str, Any]
+    environment_seed: int
+    seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Where episodes are cut.
+
+    Attributes:
+      observation_tokens: the longest observation, in ids of its text without the template; the rest is cut off.
+      turns: the most turns; None leaves it to the environment.
+      action_tokens: the fewest ids that must be left in the context for a turn to begin.
+    """
+
+    observation_tokens: int = 256
+    turns: int | None = None
+    action_tokens: int = 1
+
+    def __post_init__(self):
+        for field, limit in dataclasses.asdict(self).items():
+            if limit is not None and limit < 1:
+                raise ValueError(f"limits: {field} is {limit}, expected at least 1")
+
+
+def whole_action(tokens: list[int]) -> list[bool]:
+    """The executable part of an action whose policy writes no reasoning: all of it."""
+    return [True] * len(tokens)
+
+
+def run_episodes(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    make_environment: Callable[[], gymnasium.Env],
+    jobs: Iterable[Job],
+    *,
+    limits: Limits = Limits(),
+    executable: Callable[[list[int]], list[bool]] = whole_action,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> Iterator[Episode]:
+    """Runs the jobs, as many at a time as the engine has slots, and yields each episode as it ends.
+
+    A slot takes the next job between two turns. What an episode samples depends on its job and the weights only.
+
+    - Its end by the environment is "terminated" or "truncated", by `limits.turns` "turn_limit".
+    - A turn that the engine cuts still reaches the environment and earns its reward, but has no end: the episode ends
+      there as "token_limit". So does one whose next observation leaves no room for an action; that observation is
+      dropped, and the engine not asked.
+    - One whose environment raises ends as "truncated" with `metadata["error"]` and NaN as its last reward (no turns at
+      all if it failed before the first): the learner masks and counts it.
+
+    Args:
+      engine: samples the turns.
+      tokenizer: renders observations, reads actions.
+      make_environment: a gymnasium environment of text; each is used for one episode after another. Its infos may
+        hold `task_id`, `state_id` (default: a checksum of the observation), and printable values for the metadata.
+      jobs: in the order in which they start.
+      limits: where episodes are cut.
+      executable: marks the part of an action's ids that the environment executes.
+      should_stop: asked before each turn; once true, running episodes are given up and the iteration ends.
+
+    Yields:
+      Finished episodes.
+
+    Raises:
+      ValueError: the engine answers other slots than it was asked for.
+    """
+    running: dict[int, _Conversation] = {}
+    idle: list[gymnasium.Env] = []
+
+    def begin(job: Job) -> _Conversation:
+        environment = idle.pop() if idle else make_environment()
+        conversation = _Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
+        conversation.start()
+        return conversation
+
+    def finish(conversation: _Conversation) -> Episode:
+        if conversation.error:  # its state is unknown
+            with contextlib.suppress(Exception):
+                conversation.environment.close()
+        else:
+            idle.append(conversation.environment)
+        return conversation.record()
+
+    waiting = map(begin, jobs)
+    try:
+        while True:
+            for slot in range(engine.num_slots):
+                while slot not in running and (conversation := next(waiting, None)) is not None:
+                    if conversation.end_reason:
+                        yield finish(conversation)
+                    else:
+                        running[slot] = conversation
+            if not running or should_stop():
+                return
+            for slot, (generation, version) in _sample_turns(engine, running).items():
+                running[slot].act(generation, version)
+                if running[slot].end_reason:
+                    engine.free(slot)
+                    yield finish(running.pop(slot))
+    finally:
+        for slot, conversation in running.items():
+            engine.free(slot)
+            idle.append(conversation.environment)
+        for environment in idle:
+            environment.close()
+
+
+def _sample_turns(engine: Engine, running: "dict[int, _Conversation]") -> dict[int, tuple[Generation, int]]:
+    """One turn of every running episode, each with the oldest version that can have sampled it."""
+    before = engine.version
+    generations = engine.generate(
+        {slot: conversation.unread for slot, conversation in running.items()},
+        {slot: derive_seed(conversation.job.seed, len(conversation.rewards)) for slot, conversation in running.items()},
+    )
+    if generations.keys() != running.keys():
+        raise ValueError(f"the engine answered slots {sorted(generations)}, expected {sorted(running)}")
+    version = min(before, engine.version)
+    return {slot: (generations[slot], version) for slot in running}
+
+
+def derive_seed(*path: int) -> int:
+    """A seed in 0..2^31-1 of its own for each path of numbers (run, group, member, turn)."""
+    return int(np.random.SeedSequence(path).generate_state(1)[0] >> 1)
+
+
+class _Conversation:
+    """A running episode: the append-only lists of its record, and the ids that the policy has yet to read."""
+
+    def __init__(
+        self,
+        job: Job,
+        environment: gymnasium.Env,
+        tokenizer: Tokenizer,
+        context_length: int,
+        limits: Limits,
+        executable: Callable[[list[int]], list[bool]],
+    ):
+        self.job, self.environment, self.tokenizer = job, environment, tokenizer
+        self.context_length, self.limits, self.executable = context_length, limits, executable
+        self.task_id, self.end_reason, self.error = str(job.group_id), "", ""
+        self.unread: list[int] = []
+        self.next_state_id = 0
+        self.tokens, self.action_mask, self.executable_mask, self.turn_ids, self.logprobs = [], [], [], [], []
+        self.rewards, self.state_ids, self.versions = [], [], []
+        self.observations, self.actions, self.notes = [], [], {}
+
+    def start(self) -> None:
+        """Resets the environment and reads the prompt."""
+        try:
+            text, info = self.environment.reset(seed=self.job.environment_seed, options=dict(self.job.options))
+        except Exception as error:
+            self._fail(error)
+        else:
+            self.task_id = str(info.get("task_id", self.task_id))
+            self._read(text, info, self.tokenizer.render_prompt)
+
+    def act(self, generation: Generation, version: int) -> None:
+        """Appends what the policy has read and sampled, and lets the environment answer."""
+        self._append(self.unread, [0.0] * len(self.unread), sampled=False)
+        self._append(generation.tokens, generation.logprobs, sampled=True)
+        self.state_ids.append(self.next_state_id)
+        self.versions.append(version)
+        ended = generation.tokens[-1] == self.tokenizer.end_of_turn
+        action = self.tokenizer.decode(generation.tokens[:-1] if ended else generation.tokens)
+        self.actions.append(action)
+        try:
+            text, reward, terminated, truncated, info = self.environment.step(action)
+        except Exception as error:
+            self.rewards.append(float("nan"))
+            self._fail(error)
+            return
+        self.rewards.append(float(reward))
+        if generation.finish_reason == "length":
+            self.end_reason = "token_limit"
+        elif terminated or truncated:
+            self.end_reason = "terminated" if terminated else "truncated"
+        elif len(self.rewards) == self.limits.turns:
+            self.end_reason = "turn_limit"
+        self._read(text, info, self.tokenizer.render_observation)
+
+    def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
+        self.tokens += ids
+        self.logprobs += logprobs
+        self.action_mask += [sampled] * len(ids)
+        self.executable_mask += self.executable(ids) if sampled else [False] * len(ids)
+        self.turn_ids += [len(self.rewards)] * len(ids)
+
+    def _read(self, text: str, info: Mapping[str, Any], render: Callable[[str, int], list[int]]) -> None:
+        """Keeps what the environment says; the ids wait in `unread` and are stored with the turn that they lead to."""
+        self.observations.append(text)
+        self.notes |= _printable(info)
+        self.next_state_id = int(info.get("state_id", zlib.crc32(text.encode()) >> 1))
+        self.unread = render(text, self.limits.observation_tokens)
+        used = len(self.tokens) + len(self.unread)
+        if not self.end_reason and used + self.limits.action_tokens > self.context_length:
+            self.end_reason = "token_limit"
+
+    def _fail(self, error: Exception) -> None:
+        log.warning("episode %s: the environment failed", self.job.episode_id, exc_info=error)
+        self.error = f"{type(error).__name__}: {error}"
+        self.end_reason = "truncated"
+
+    def record(self) -> Episode:
+        """The finished episode; texts, the environment's notes and its error, if it failed, are the metadata."""
+        failure = {"error": self.error} if self.error else {}
+        return Episode(
+            episode_id=self.job.episode_id,
+            group_id=self.job.group_id,
+            task_id=self.task_id,
+            tokens=self.tokens,
+            action_mask=self.action_mask,
+            executable_mask=self.executable_mask,
+            turn_ids=self.turn_ids,
+            logprobs=self.logprobs,
+            rewards=self.rewards,
+            state_ids=self.state_ids,
+            versions=self.versions,
+            end_reason=self.end_reason,
+            metadata=self.notes | {"observations": self.observations, "actions": self.actions} | failure,
+        )
+
+
+def _printable(info: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of an info that a record's metadata can hold."""
+    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
+    return {
+        key: value
+        for key, value in plain.items()
+        if key not in ("task_id", "state_id")
+        and (
+            isinstance(value, str | int | float | bool)
+            or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+        )
+    }

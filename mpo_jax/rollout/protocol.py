@@ -1,0 +1,76 @@
+"""What the agent loop asks of an engine and a tokenizer. Token-in, token-out: both sides speak ids, appended only."""
+
+import dataclasses
+from typing import Any, Literal, Protocol, runtime_checkable
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One sampled turn.
+
+    Attributes:
+      tokens: the sampled ids, at least one; the sampled end-of-turn is the last where `finish_reason` is "stop".
+      logprobs: log-probability of each sampled id, over the whole vocabulary as the policy samples: nothing cut off.
+      finish_reason: "stop" = the policy ended its turn; "length" = cut by a limit, nothing appended.
+
+    Raises:
+      ValueError: no tokens, or not one log-probability a token.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+    def __post_init__(self):
+        if not self.tokens or len(self.tokens) != len(self.logprobs):
+            raise ValueError(
+                f"a generation of {len(self.tokens)} tokens and {len(self.logprobs)} logprobs: "
+                "expected at least one token and one logprob each"
+            )
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Samples turns in slots, each with a context that only grows and a KV cache that is kept between turns.
+
+    Attributes:
+      num_slots: contexts side by side.
+      context_length: the most ids that one context holds.
+      version: of the weights that sample.
+    """
+
+    num_slots: int
+    context_length: int
+    version: int
+
+    def generate(self, new_tokens: dict[int, list[int]], seeds: dict[int, int]) -> dict[int, Generation]:
+        """Appends ids to the context of each named slot and samples one turn there, which joins the context too.
+
+        What a slot samples depends on its own context and seed alone, never on the other slots.
+        """
+
+    def free(self, slot: int) -> None:
+        """Forgets the slot's context."""
+
+    def load(self, params: Any, version: int) -> None:
+        """Replaces the weights; nothing computed with the old ones is used again."""
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """Turns the environment's text into ids and the policy's ids into text; no id is ever made from sampled text.
+
+    Attributes:
+      end_of_turn: the id with which the policy ends a turn.
+    """
+
+    end_of_turn: int
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of ids."""
+
+    def render_prompt(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids before the first action: the template's own, at most `limit` of the text's, the next turn's header."""
+
+    def render_observation(self, text: str, limit: int | None = None) -> list[int]:
+        """Ids between two actions: what the template adds after an end of turn, the text's as above, a header."""

@@ -1,0 +1,176 @@
+"""Groups made in the learner's process and by the worker."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from fakes import END, Counting, Letters, ScriptedEngine
+
+from mpo_jax.rollout.worker import Rollout, run_groups, run_worker, stop_on_signals
+from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.store.weights import PublishedWeights
+
+
+def random_words(context, seed):
+    return [97 + (seed + n) % 26 for n in range(1 + seed % 5)] + [END]
+
+
+def rollout(**changes):
+    parts = {
+        "engine": ScriptedEngine(random_words, num_slots=4),
+        "tokenizer": Letters(),
+        "make_environment": Counting,
+        "task_stream": lambda group_id: {"task": f"task {group_id}", "turns": 1 + group_id % 3},
+        "group_size": 3,
+        "seed": 5,
+    }
+    return Rollout(**(parts | changes))
+
+
+def calls_until(count):
+    """A should_stop that turns true at the count-th question."""
+    left = iter(range(count))
+    return lambda: next(left, None) is None
+
+
+@pytest.fixture
+def store(tmp_path):
+    return EpisodeStore(tmp_path / "episodes.sqlite")
+
+
+@pytest.fixture
+def weights(tmp_path):
+    return PublishedWeights(tmp_path / "weights")
+
+
+def test_groups_are_whole_share_their_task_and_differ_in_what_was_sampled(store):
+    assert run_groups(rollout(), store, 5) == 5
+    groups = store.take(5, 1)
+    assert [[e.episode_id for e in group] for group in groups[:1]] == [["00000000-000", "00000000-001", "00000000-002"]]
+    assert [{e.task_id for e in group} for group in groups] == [{f"task {index}"} for index in range(5)]
+    assert len({tuple(e.tokens) for group in groups for e in group}) > 10
+
+
+def test_the_inline_run_repeats_bit_for_bit_whatever_the_slots_and_the_rounds(store, tmp_path):
+    run_groups(rollout(), store, 6)
+    other = EpisodeStore(tmp_path / "other.sqlite")
+    for _ in range(3):
+        run_groups(rollout(engine=ScriptedEngine(random_words, num_slots=1)), other, 2)
+    assert list(store.episodes()) == list(other.episodes())
+    assert store.take(6, 1) == other.take(6, 1)
+
+
+def test_BUG_148_a_resumed_run_makes_the_groups_that_the_interrupted_one_would_have(store, tmp_path):
+    run_groups(rollout(), store, 4, should_stop=calls_until(5))  # killed in the middle
+    assert store.pending() < 4
+    run_groups(rollout(), store, 4 - store.pending())
+    whole = EpisodeStore(tmp_path / "whole.sqlite")
+    run_groups(rollout(), whole, 4)
+    assert store.take(4, 1) == whole.take(4, 1)
+
+
+def test_BUG_138_a_task_that_always_fails_leaves_no_gap(store):
+    def tasks(group_id):
+        return {"fail": "reset"} if group_id == 2 else {}
+
+    assert run_groups(rollout(task_stream=tasks), store, 4) == 4
+    groups = store.take(4, 1)
+    assert [e.metadata["error"] for e in groups[2]] == ["OSError: no documents"] * 3
+
+
+def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
+    parts = rollout()
+    run_worker(parts, store, weights, max_pending_groups=9, should_stop=calls_until(3), poll=0.01)
+    assert (parts.engine.loaded, store.count()) == ([], 0)
+    restored = []
+    for version in (1, 2):
+        weights.publish({"w": np.ones(2)}, version)
+        run_worker(
+            parts, store, weights, max_pending_groups=99, should_stop=calls_until(20), poll=0.01,
+            restore=restored.append,
+        )  # fmt: skip
+    assert parts.engine.loaded == [1, 2]
+    assert [params["w"].tolist() for params in restored] == [[1, 1]] * 2
+    versions = [e.versions[0] for e in store.episodes()]
+    assert versions == sorted(versions) and set(versions) == {1, 2}
+
+
+def test_BUG_143_worker_stops_making_groups_when_enough_wait(store, weights):
+    weights.publish({"w": np.ones(2)}, 0)
+    run_worker(rollout(), store, weights, max_pending_groups=3, should_stop=calls_until(200), poll=0.001)
+    assert store.pending() == 3
+    assert len(store.take(3, 1)) == 3
+
+
+def test_worker_goes_back_to_the_weights_of_a_resumed_learner(store, weights):
+    parts = rollout()
+    for version in (5, 2):
+        weights.publish({"w": np.ones(2)}, version)
+        run_worker(parts, store, weights, max_pending_groups=1, should_stop=calls_until(3), poll=0.001)
+    assert parts.engine.loaded == [5, 2]
+
+
+def test_BUG_144_a_stopped_worker_gives_its_groups_back(store, weights):
+    weights.publish({"w": np.ones(2)}, 0)
+    parts = rollout(task_stream=lambda group_id: {"turns": 10**9})
+    run_worker(parts, store, weights, max_pending_groups=9, should_stop=calls_until(10), poll=0.001)
+    assert parts.engine.contexts == {}
+    assert store.reserve("other", 60.0) == 0
+
+
+def test_worker_stops_when_its_parent_is_gone(store, weights):
+    started = time.monotonic()
+    run_worker(rollout(), store, weights, max_pending_groups=9, should_stop=lambda: False, parent=os.getppid() + 1)
+    assert time.monotonic() - started < 1
+
+
+WORKER = """
+import sys
+sys.path.insert(0, {tests!r})
+from worker_test import *
+with stop_on_signals() as should_stop:
+    run_worker(rollout(), EpisodeStore({folder!r} + "/episodes.sqlite"), PublishedWeights({folder!r} + "/weights"),
+               max_pending_groups={limit}, should_stop=should_stop, poll=0.01)
+print("clean")
+"""
+
+
+def start_worker(folder, limit):
+    code = WORKER.format(tests=os.path.dirname(__file__), folder=os.fspath(folder), limit=limit)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+def wait_for_groups(store, number):
+    deadline = time.monotonic() + 60
+    while store.pending() < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_BUG_139_a_killed_worker_is_replaced_by_its_next_life_and_a_signal_ends_it_cleanly(store, weights, tmp_path):
+    weights.publish({"w": np.ones(2)}, 0)
+    first = start_worker(tmp_path, 10**6)
+    wait_for_groups(store, 10)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    made = store.pending()
+    second = start_worker(tmp_path, made + 5)
+    wait_for_groups(store, made + 5)
+    second.send_signal(signal.SIGTERM)
+    assert (second.communicate(timeout=30)[0], second.returncode) == ("clean\n", 0)
+    groups = store.take(made + 5, 1)
+    assert [group[0].group_id for group in groups] == list(range(made + 5))
+    assert {len(group) for group in groups} == {3}
+
+
+def test_signals_are_restored_after_the_first():
+    before = signal.getsignal(signal.SIGINT)
+    with stop_on_signals() as should_stop:
+        assert not should_stop()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert should_stop()
+        assert signal.getsignal(signal.SIGINT) is before
