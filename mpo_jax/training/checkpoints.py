@@ -1,0 +1,51 @@
+"""What a run needs to go on as if it had never stopped."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import orbax.checkpoint as ocp
+
+log = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Orbax checkpoints of a pytree of arrays, by step. Saving is synchronous: a step listed is a step on disk.
+
+    Args:
+      folder: made if absent.
+      keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | os.PathLike, *, keep: int = 2):
+        self.folder = Path(folder).absolute()
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def save(self, step: int, state: Any) -> None:
+        """Saves a state as of after `step` steps; one of the same step is replaced."""
+        if step in self._manager.all_steps():
+            self._manager.delete(step)
+        self._manager.save(step, args=ocp.args.StandardSave(state))
+        self._manager.wait_until_finished()
+
+    def restore(self, like: Any) -> tuple[int, Any] | None:
+        """The newest readable checkpoint.
+
+        Args:
+          like: a state of the same structure, shapes, dtypes and placement.
+
+        Returns:
+          Its step and state, or None where there is none. A damaged one is passed over with a warning that names it.
+        """
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))
+            except Exception as error:  # orbax raises whatever the damaged part raises
+                log.warning("skipped damaged checkpoint %s: %s", self.folder / str(step), error)
+        return None
+
+    def close(self) -> None:
+        """Releases the folder."""
+        self._manager.close()

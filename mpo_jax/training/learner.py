@@ -1,0 +1,248 @@
+"""The learner: takes groups of episodes, makes targets once, steps over minibatches, publishes, and remembers."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from mpo_jax import algorithms, evaluation, kernels
+from mpo_jax.algorithms import Algorithm
+from mpo_jax.kernels.diagnostics import masked_mean
+from mpo_jax.models import weights
+from mpo_jax.store.episode import Episode
+from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.store.weights import PublishedWeights
+from mpo_jax.training.batching import fill, pack, row_order
+from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.hindsight import Guidance, privileged_logprobs
+from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training.step import Models, Optimizers, TrainState, make_evaluate, make_train_step
+from mpo_jax.types import Evaluation, Targets, Trajectories
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a run is divided.
+
+    Attributes:
+      num_steps: batches to train on.
+      groups_per_step: groups in a batch.
+      epochs: passes over a batch.
+      minibatches: gradient steps a pass.
+      microbatches: parts whose gradients are added up within a gradient step.
+      value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
+      row_tokens, row_sequences, row_multiple: shape of the packed rows; see `batching.pack`.
+      checkpoint_every, evaluate_every: in steps.
+      seed: of the order of rows.
+    """
+
+    num_steps: int
+    groups_per_step: int
+    epochs: int = 1
+    minibatches: int = 4
+    microbatches: int = 1
+    value_pretraining_steps: int = 0
+    row_tokens: int = 512
+    row_sequences: int = 8
+    row_multiple: int = 16
+    checkpoint_every: int = 10
+    evaluate_every: int = 10
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.row_multiple % (self.minibatches * self.microbatches):
+            raise ValueError(
+                f"row_multiple={self.row_multiple} is not a multiple of minibatches·microbatches="
+                f"{self.minibatches * self.microbatches}"
+            )
+
+
+class Learner:
+    """The jitted functions of one algorithm, and what one batch of episodes does to the state."""
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        models: Models,
+        optimizers: Optimizers,
+        settings: Settings,
+        guidance: Guidance | None = None,
+    ):
+        if "privileged" in algorithm.needs and guidance is None:
+            raise ValueError(f"{algorithm.name} needs guidance from successful episodes; this run has none")
+        self.algorithm, self.settings, self.models, self.guidance = algorithm, settings, models, guidance
+        self.evaluate = make_evaluate(algorithm, models, settings.microbatches)
+        self.targets = jax.jit(lambda batch, evaluation: algorithms.targets(algorithm, batch, evaluation))
+        self.train_step = make_train_step(
+            algorithm, models, optimizers, settings.microbatches, num_minibatches=settings.minibatches
+        )
+        self.diagnose = jax.jit(self._diagnose)
+
+    def pretrains_value(self, step: int) -> bool:
+        """Whether a step trains the critic alone."""
+        return "value_pretraining" in self.algorithm.needs and step < self.settings.value_pretraining_steps
+
+    def update(self, state: TrainState, episodes: Sequence[Episode]) -> tuple[TrainState, dict[str, float]]:
+        """Trains on one batch.
+
+        Args:
+          state: donated; do not use it again.
+          episodes: of whole groups.
+
+        Returns:
+          The state one step on, and the metrics of the batch.
+        """
+        step, start = int(state.step), time.monotonic()
+        batch, slots = self._pack(episodes)
+        judged = self.evaluate(state, batch)
+        if "privileged" in self.algorithm.needs:
+            judged = judged.replace(privileged_logprobs=self._privileged(state, episodes, batch, slots, judged))
+        targets = self.targets(batch, judged)
+        evaluated = time.monotonic()
+        totals: list[dict] = []
+        for rows in self._minibatches(step, len(batch.tokens)):
+            part, part_targets = jax.tree.map(lambda x, rows=rows: x[rows], (batch, targets))
+            state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
+            totals.append(metrics)
+        metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
+        metrics |= self.diagnose(state, batch, judged, targets, part, part_targets)
+        metrics |= describe(episodes, step) | {"fill": fill(batch), "rows": len(batch.tokens)}
+        metrics |= {"seconds_evaluate": evaluated - start, "seconds_step": time.monotonic() - evaluated}
+        return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
+
+    def explained_variance(self, state: TrainState, episodes: Sequence[Episode]) -> float:
+        """What the critic explains of the returns of episodes that it was not trained on."""
+        batch, _ = self._pack(episodes)
+        judged = self.evaluate(state, batch)
+        returns = self.targets(batch, judged).returns
+        return float(kernels.explained_variance(judged.values, returns, batch.action_mask))
+
+    def _pack(self, episodes: Sequence[Episode]) -> tuple[Trajectories, np.ndarray]:
+        s = self.settings
+        return pack(episodes, row_tokens=s.row_tokens, row_sequences=s.row_sequences, row_multiple=s.row_multiple)
+
+    def _privileged(self, state, episodes, batch, slots, judged) -> np.ndarray:
+        return privileged_logprobs(
+            lambda guided: self.evaluate(state, guided).logprobs,
+            episodes,
+            batch,
+            slots,
+            np.asarray(judged.logprobs),
+            self.guidance,
+            row_tokens=2 * self.settings.row_tokens,
+            row_multiple=self.settings.row_multiple,
+        )
+
+    def _minibatches(self, step: int, num_rows: int) -> Iterator[np.ndarray]:
+        for epoch in range(self.settings.epochs):
+            yield from np.split(row_order(self.settings.seed, step, epoch, num_rows), self.settings.minibatches)
+
+    def _diagnose(
+        self,
+        state: TrainState,
+        batch: Trajectories,
+        judged: Evaluation,
+        targets: Targets,
+        part: Trajectories,
+        part_targets: Targets,
+    ) -> dict[str, jax.Array]:
+        """Metrics of the batch as it came, and of the ratio on the last minibatch after its update."""
+        mask = batch.action_mask
+        found = {
+            "entropy": masked_mean(judged.entropy, mask),
+            "skipped_updates": state.skipped,
+            "nonfinite_rewards": algorithms.drop_nonfinite(batch)[1],
+        }
+        if self.algorithm.value_loss is not None:
+            found |= kernels.critic_diagnostics(
+                judged.values, targets.returns, mask, batch.turn_ids, batch.sequence_ids
+            )
+        ratio = self.algorithm.ratio(self.models.logprobs(state.policy, part)[0], part_targets, part)
+        return found | kernels.ratio_diagnostics(
+            ratio,
+            part_targets.advantages,
+            part_targets.old_logprobs,
+            part.behavior_logprobs,
+            part.action_mask,
+            part.turn_ids,
+            epsilon_low=0.2,
+            epsilon_high=0.2,
+        )
+
+
+def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
+    """What the episodes of a batch look like, whatever is learnt from them."""
+    returns = np.array([sum(episode.rewards) for episode in episodes])
+    finite = returns[np.isfinite(returns)]
+    lags = [step - version for episode in episodes for version in episode.versions]
+    return {
+        "success": np.mean(evaluation.success(returns)),
+        "return": np.mean(finite) if len(finite) else np.nan,
+        "episodes": len(episodes),
+        "tokens": sum(len(episode.tokens) for episode in episodes),
+        "turns": np.mean([len(episode.rewards) for episode in episodes]),
+        "truncated": np.mean([episode.end_reason != "terminated" for episode in episodes]),
+        "failed_environments": sum("error" in episode.metadata for episode in episodes),
+        "version_lag": np.mean(lags),
+        "version_lag_max": max(lags),
+    }
+
+
+def learn(
+    learner: Learner,
+    state: TrainState,
+    store: EpisodeStore,
+    published: PublishedWeights,
+    checkpoints: Checkpoints,
+    metrics_log: MetricsLog,
+    *,
+    wait: Callable[[], None],
+    evaluate: Callable[[TrainState], dict[str, float]],
+    should_stop: Callable[[], bool],
+) -> TrainState:
+    """Trains until `num_steps`, from a state that is new or restored.
+
+    What the steps after the state's took from the store is given back first, so a resumed run trains on exactly what
+    the interrupted one would have.
+
+    Args:
+      learner: what a batch does.
+      state: where to begin.
+      store: where episodes come from.
+      published: where the rollout reads the policy's weights; version = steps trained.
+      checkpoints: where the state is kept.
+      metrics_log: where numbers go.
+      wait: called while the store has no batch yet; makes episodes, or sleeps and raises if nobody will.
+      evaluate: metrics of a state on fixed questions.
+      should_stop: asked between steps; the run ends with a checkpoint.
+
+    Returns:
+      The last state.
+    """
+    s, step = learner.settings, int(state.step)
+    store.rewind(step - 1)
+    published.publish(weights.flatten(state.policy), step)
+    while step < s.num_steps and not should_stop():
+        start = time.monotonic()
+        extra = evaluate(state) if step % s.evaluate_every == 0 else {}
+        evaluated = time.monotonic()
+        while (groups := store.take(s.groups_per_step, step)) is None and not should_stop():
+            wait()
+        if groups is None:
+            break
+        waited = time.monotonic()
+        state, metrics = learner.update(state, [episode for group in groups for episode in group])
+        published.publish(weights.flatten(state.policy), step + 1)
+        end = time.monotonic()
+        metrics |= {"seconds": end - start, "seconds_wait": waited - evaluated, "pending_groups": store.pending()}
+        metrics_log.write(step, metrics | extra | {"tokens_per_second": metrics["tokens"] / (end - start)})
+        step += 1
+        if step % s.checkpoint_every == 0 or step == s.num_steps:
+            checkpoints.save(step, state)
+    if step == s.num_steps:
+        metrics_log.write(step, evaluate(state))
+    elif step % s.checkpoint_every:
+        checkpoints.save(step, state)
+    return state

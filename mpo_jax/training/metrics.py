@@ -1,0 +1,50 @@
+"""Where numbers go: one JSON line a step, TensorBoard, and the progress bar that a person watches."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+
+class MetricsLog:
+    """Writes the metrics of a run; a resumed run goes on in the same files, its repeated steps taken out."""
+
+    def __init__(self, folder: Path, *, total_steps: int, first_step: int = 0, quiet: bool = False):
+        self.path = folder / "metrics.jsonl"
+        kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self._file = self.path.open("a")
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=quiet, dynamic_ncols=True)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Records the metrics of a step; what is not finite is written as null."""
+        row = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
+        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        self._file.flush()
+        for name, value in row.items():
+            self._board.add_scalar(name, value, step)
+        shown = ("success", "return", "entropy", "tokens_per_second")
+        self._bar.set_postfix_str(" ".join(f"{name}={row[name]:.3g}" for name in shown if name in row))
+        self._bar.update(step + 1 - self._bar.n)
+
+    def close(self) -> None:
+        """Flushes everything."""
+        self._file.close()
+        self._board.close()
+        self._bar.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, float | None]]:
+    """The rows of a `metrics.jsonl`, the last of which may have been cut off by a kill."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows

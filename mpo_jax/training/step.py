@@ -1,0 +1,179 @@
+"""One train step for every algorithm: evaluate once a batch, then gradient steps on its minibatches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import chex
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from mpo_jax import algorithms
+from mpo_jax.algorithms import Algorithm
+from mpo_jax.models.evaluation import prefix_values, token_logprobs
+from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
+from mpo_jax.types import Array, Evaluation, Targets, Trajectories
+
+Metrics = dict[str, Array]
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class TrainState:
+    """All that training changes.
+
+    Attributes:
+      step: int32, batches trained on so far; the version of the policy's weights.
+      policy, critic, reference: parameters (critic and reference are None where the algorithm has none).
+      policy_optimizer, critic_optimizer: optax states.
+      skipped: int32, updates refused because a loss or a gradient was not finite.
+    """
+
+    step: Array
+    policy: nnx.State
+    critic: nnx.State | None
+    reference: nnx.State | None
+    policy_optimizer: optax.OptState
+    critic_optimizer: optax.OptState | None
+    skipped: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The static half of policy and critic: their graphs, to be merged with parameters inside a jitted function."""
+
+    policy: nnx.GraphDef
+    critic: nnx.GraphDef
+
+    @classmethod
+    def create(cls, config: TransformerConfig, seed: int) -> tuple["Models", nnx.State, nnx.State]:
+        """Graphs, and freshly initialised policy and critic parameters."""
+        policy, policy_params = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
+        critic, critic_params = nnx.split(Critic(config, rngs=nnx.Rngs(seed + 1)))
+        return cls(policy=policy, critic=critic), policy_params, critic_params
+
+    def logprobs(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
+        """Log-probabilities and entropies [B,T] under policy parameters."""
+        return token_logprobs(nnx.merge(self.policy, params), batch)
+
+    def values(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
+        """Values [B,T] and final values [B,S] under critic parameters."""
+        return prefix_values(nnx.merge(self.critic, params), batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizers:
+    """How policy and critic are updated."""
+
+    policy: optax.GradientTransformation
+    critic: optax.GradientTransformation
+
+
+def split_rows(tree, num_microbatches: int):
+    """[B, …] leaves to [M, B/M, …]."""
+    return jax.tree.map(lambda x: x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]), tree)
+
+
+def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 1) -> Callable:
+    """The function (state, batch) -> `Evaluation`, evaluated a microbatch at a time."""
+
+    def evaluate_rows(state: TrainState, batch: Trajectories) -> Evaluation:
+        logprobs, entropy = models.logprobs(state.policy, batch)
+        values, final_values = jnp.zeros_like(logprobs), jnp.zeros(batch.group_ids.shape)
+        if algorithm.value_loss is not None:
+            values, final_values = models.values(state.critic, batch)
+        ref_logprobs = logprobs if state.reference is None else models.logprobs(state.reference, batch)[0]
+        return Evaluation(
+            logprobs=logprobs,
+            entropy=entropy,
+            values=values,
+            final_values=final_values,
+            ref_logprobs=ref_logprobs,
+            privileged_logprobs=logprobs,
+        )
+
+    def evaluate(state: TrainState, batch: Trajectories) -> Evaluation:
+        parts = jax.lax.map(functools.partial(evaluate_rows, state), split_rows(batch, num_microbatches))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+
+    return jax.jit(evaluate)
+
+
+def accumulate(
+    loss: Callable, params: nnx.State, data: tuple, num_microbatches: int
+) -> tuple[Array, Metrics, nnx.State]:
+    """A loss that is a weighted sum over rows, its metrics and its gradient, summed over microbatches: exactly."""
+    value_and_grad = jax.value_and_grad(loss, has_aux=True)
+
+    def one(_, rows):
+        (value, metrics), grads = value_and_grad(params, *rows)
+        return None, (value, metrics, grads)
+
+    if num_microbatches == 1:
+        (value, metrics), grads = value_and_grad(params, *data)
+        return value, metrics, grads
+    # Summed in the carry, so that one gradient is alive at a time.
+    first = jax.eval_shape(lambda: one(None, jax.tree.map(lambda x: x[0], split_rows(data, num_microbatches)))[1])
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+
+    def add(total, rows):
+        return jax.tree.map(jnp.add, total, one(None, rows)[1]), None
+
+    (value, metrics, grads), _ = jax.lax.scan(add, zeros, split_rows(data, num_microbatches))
+    return value, metrics, grads
+
+
+def make_train_step(
+    algorithm: Algorithm, models: Models, optimizers: Optimizers, num_microbatches: int = 1, num_minibatches: int = 1
+) -> Callable:
+    """The jitted function (state, batch, targets, update_policy) -> (state, metrics); the state is donated.
+
+    Weights in `targets` sum over the whole batch of which this is one of `num_minibatches`: the loss is scaled by
+    that number, so a minibatch's gradient estimates the batch's. `update_policy` is a traced flag: value pretraining
+    is the same compiled step with the policy left alone.
+    """
+
+    def policy_objective(params, batch: Trajectories, targets: Targets):
+        loss, metrics = algorithms.policy_loss(algorithm, models.logprobs(params, batch)[0], batch, targets)
+        return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
+
+    def value_objective(params, batch: Trajectories, targets: Targets):
+        loss, metrics = algorithms.value_loss(algorithm, models.values(params, batch)[0], targets)
+        return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
+
+    def gradient_step(objective, optimizer, params, optimizer_state, data):
+        """One update of one model, or none where its loss or gradient is not finite."""
+        loss, metrics, grads = accumulate(objective, params, data, num_microbatches)
+        norm = optax.global_norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, new_state = optimizer.update(grads, optimizer_state, params)
+        new = (optax.apply_updates(params, updates), new_state)
+        kept = jax.tree.map(functools.partial(jnp.where, finite), new, (params, optimizer_state))
+        return *kept, ~finite, metrics | {"grad_norm": norm}
+
+    def step_policy(state: TrainState, data: tuple) -> tuple[TrainState, Metrics]:
+        params, optimizer_state, skipped, metrics = gradient_step(
+            policy_objective, optimizers.policy, state.policy, state.policy_optimizer, data
+        )
+        state = state.replace(policy=params, policy_optimizer=optimizer_state, skipped=state.skipped + skipped)
+        return state, metrics
+
+    def step_critic(state: TrainState, data: tuple) -> tuple[TrainState, Metrics]:
+        params, optimizer_state, skipped, metrics = gradient_step(
+            value_objective, optimizers.critic, state.critic, state.critic_optimizer, data
+        )
+        state = state.replace(critic=params, critic_optimizer=optimizer_state, skipped=state.skipped + skipped)
+        return state, metrics | {"value_grad_norm": metrics["grad_norm"]}
+
+    def train_step(state: TrainState, batch: Trajectories, targets: Targets, update_policy: Array):
+        data, value_metrics = (batch, targets), {}
+        if algorithm.value_loss is not None:
+            for _ in range(algorithm.critic_updates):
+                state, value_metrics = step_critic(state, data)
+        _, shapes = jax.eval_shape(step_policy, state, data)
+        idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        state, metrics = jax.lax.cond(update_policy, step_policy, lambda state, data: (state, idle), state, data)
+        return state, value_metrics | metrics
+
+    return jax.jit(train_step, donate_argnums=0)
