@@ -1,0 +1,80 @@
+r"""pass@1 … pass@k on questions about held-out countries: a run's policy, the warm start, and the scripted policy.
+
+    python -m experiments.evaluate --workdir=runs/quickstart
+"""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags, logging
+
+from experiments import parts
+from mpo_jax import evaluation
+from mpo_jax.environments.questions import Question
+from mpo_jax.environments.search import SearchEnvironment
+from mpo_jax.environments.search_policy import ScriptedPolicy
+from mpo_jax.models import pretrained, weights
+from mpo_jax.store.weights import PublishedWeights
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
+SPLIT = flags.DEFINE_enum("split", "held_out", ["train", "held_out"], "Which questions.")
+QUESTIONS = flags.DEFINE_integer("questions", 128, "How many of them.", lower_bound=1)
+SAMPLES = flags.DEFINE_integer("samples", 16, "Episodes a question; the largest k.", lower_bound=1)
+NOISE = flags.DEFINE_float("noise", 0.3, "Of the scripted policy that the warm start imitated.")
+JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
+
+
+def play_scripted(asked: list[Question], noise: float) -> np.ndarray:
+    """Successes [questions, samples] of the scripted policy."""
+    environment, policy = SearchEnvironment(), ScriptedPolicy(noise, random.Random(0))
+
+    def succeeds(question: Question) -> bool:
+        observation, info = environment.reset(options={"question": question})
+        policy.reset(question)
+        over = False
+        while not over:
+            observation, _, terminated, truncated, info = environment.step(policy.act(observation))
+            over = terminated or truncated
+        return info["success"]
+
+    return np.array([[succeeds(question) for _ in range(SAMPLES.value)] for question in asked])
+
+
+def rates(successes: np.ndarray) -> dict[str, list[float]]:
+    """pass@k for k = 1, 2, 4, …, samples: mean over questions, and the ends of its 95 % bootstrap interval."""
+    samples = successes.shape[1]
+    ks = [2**i for i in range(samples.bit_length()) if 2**i <= samples]
+    by_task = {k: evaluation.pass_at_k(np.full(len(successes), samples), successes.sum(axis=1), k) for k in ks}
+    return {f"pass@{k}": [float(x.mean()), *evaluation.bootstrap_interval(x)] for k, x in by_task.items()}
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+    workdir = Path(WORKDIR.value)
+    config = parts.read_config(workdir)
+    model = pretrained.load(config.model)
+    asked = parts.fixed_questions(SPLIT.value, QUESTIONS.value)
+    rollout = parts.make_rollout(
+        config, model, lambda i: {"question": asked[i]}, group_size=SAMPLES.value, seed=config.seed + 1
+    )
+    arrays, version = PublishedWeights(workdir / "weights").load()
+    policies = {f"step {version}": weights.unflatten(model.params, arrays), "warm start": model.params}
+    table = {}
+    for name, params in policies.items():
+        rollout.engine.load(params, version)
+        returns = [sum(episode.rewards) for episode in parts.play(rollout, len(asked))]
+        table[name] = rates(evaluation.success(np.reshape(returns, (len(asked), -1))))
+    for noise in (NOISE.value, 0.0):
+        table[f"scripted, noise {noise}"] = rates(play_scripted(asked, noise))
+    if JSON.value:
+        print(json.dumps(table))
+        return
+    print(f"{len(asked)} {SPLIT.value} questions, {SAMPLES.value} episodes each; mean [95 % interval]")
+    for name, row in table.items():
+        print(f"{name:22}" + "  ".join(f"{k} {m:.3f} [{low:.3f}, {high:.3f}]" for k, (m, low, high) in row.items()))
+
+
+if __name__ == "__main__":
+    app.run(main)

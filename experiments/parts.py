@@ -1,0 +1,181 @@
+"""What the programs share: the parts of a run, built from its config."""
+
+import dataclasses
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from flax import nnx
+
+from mpo_jax import algorithms
+from mpo_jax.environments.questions import SPLITS, Question, questions
+from mpo_jax.environments.search import SearchEnvironment
+from mpo_jax.models.pretrained import Pretrained, critic_params
+from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.rollout.agent import Limits, run_episodes
+from mpo_jax.rollout.engine import Sampler
+from mpo_jax.rollout.worker import Rollout
+from mpo_jax.store.episode import Episode
+from mpo_jax.training.learner import Learner, Settings, describe
+from mpo_jax.training.step import Models, Optimizers, TrainState
+
+
+def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
+    """The configured algorithm with its section's hyperparameters."""
+    section = config[config.algorithm].to_dict() if config.algorithm in config else {}
+    return algorithms.from_config(config.algorithm, **section)
+
+
+def make_settings(config: ml_collections.ConfigDict) -> Settings:
+    """How the run is divided."""
+    return Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
+
+
+def make_models(model: Pretrained) -> Models:
+    """Graphs of policy and critic."""
+    policy, critic = (nnx.eval_shape(lambda f=f: f(model.config, rngs=nnx.Rngs(0))) for f in (Transformer, Critic))
+    return Models(policy=nnx.graphdef(policy), critic=nnx.graphdef(critic))
+
+
+def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
+    """Adam with clipping by global norm, at a rate for the policy and one for the critic."""
+
+    def adam(rate: float) -> optax.GradientTransformation:
+        return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, b2=config.adam_b2))
+
+    return Optimizers(policy=adam(config.learning_rate), critic=adam(config.critic_learning_rate))
+
+
+def make_state(model: Pretrained, algorithm: algorithms.Algorithm, optimizers: Optimizers) -> TrainState:
+    """The state before the first step: policy and reference are the warm start, the critic's trunk too.
+
+    Everything is a copy of its own, since the train step is given its buffers.
+    """
+
+    def copy() -> nnx.State:
+        return jax.tree.map(jnp.copy, model.params)
+
+    critic = critic_params(model.config, copy()) if "critic" in algorithm.needs else None
+    return TrainState(
+        step=jnp.int32(0),
+        policy=copy(),
+        critic=critic,
+        reference=copy() if "reference" in algorithm.needs else None,
+        policy_optimizer=optimizers.policy.init(model.params),
+        critic_optimizer=None if critic is None else optimizers.critic.init(critic),
+        skipped=jnp.int32(0),
+    )
+
+
+def make_rollout(
+    config: ml_collections.ConfigDict,
+    model: Pretrained,
+    task_stream: Callable[[int], dict],
+    *,
+    group_size: int,
+    seed: int,
+    greedy: bool = False,
+) -> Rollout:
+    """How groups of episodes are made, here or in a worker."""
+    engine = Sampler(
+        model.config,
+        num_slots=config.num_slots,
+        context_length=config.context_length,
+        max_turn_tokens=config.max_turn_tokens,
+        end_of_turn=model.tokenizer.end_of_turn,
+        greedy=greedy,
+    )
+    return Rollout(
+        engine=engine,
+        tokenizer=model.tokenizer,
+        make_environment=lambda: SearchEnvironment(turn_limit=config.turn_limit),
+        task_stream=task_stream,
+        group_size=group_size,
+        seed=seed,
+        limits=Limits(observation_tokens=config.max_observation_tokens),
+    )
+
+
+def training_tasks(seed: int) -> Callable[[int], dict]:
+    """Group index to a training question: shuffled anew each time all have been asked."""
+    pool = questions("train")
+
+    def task(group_id: int) -> dict:
+        round_, place = divmod(group_id, len(pool))
+        order = random.Random(f"{seed} {round_}").sample(range(len(pool)), len(pool))
+        return {"question": pool[order[place]]}
+
+    return task
+
+
+def fixed_questions(split: str, number: int) -> list[Question]:
+    """The same sample of a split's questions for every evaluation of every run."""
+    pool = questions(split)
+    return random.Random(split).sample(pool, min(number, len(pool)))
+
+
+def claim_workdir(workdir: Path, config: ml_collections.ConfigDict) -> None:
+    """Makes the folder this run's, or finds that it is already.
+
+    Raises:
+      ValueError: it belongs to a run of another config; the message names the first key that differs.
+    """
+    path, mine = workdir / "config.json", json.loads(config.to_json())
+    if not path.exists():
+        workdir.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(mine, indent=2) + "\n")
+        return
+    theirs = json.loads(path.read_text())
+    for key in sorted(mine.keys() | theirs.keys()):
+        if key != "num_steps" and mine.get(key) != theirs.get(key):
+            raise ValueError(
+                f"{workdir} belongs to another run: its {key} is {theirs.get(key)!r}, here {mine.get(key)!r}; "
+                "choose another --workdir or delete it"
+            )
+
+
+def read_config(workdir: Path) -> ml_collections.ConfigDict:
+    """The config of the run that owns a folder.
+
+    Raises:
+      ValueError: no run has claimed it.
+    """
+    try:
+        return ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{workdir}: not the workdir of a run: {error}") from error
+
+
+def make_evaluate(
+    config: ml_collections.ConfigDict, model: Pretrained, learner: Learner
+) -> Callable[[TrainState], dict[str, float]]:
+    """Success of a state on fixed training and held-out questions, and what its critic explains of the latter."""
+    asked = {split: fixed_questions(split, config.evaluation_questions) for split in SPLITS}
+    rollouts = {
+        split: make_rollout(config, model, lambda i, pool=pool: {"question": pool[i]}, group_size=1, seed=1)
+        for split, pool in asked.items()
+    }
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        metrics = {}
+        for split, rollout in rollouts.items():
+            rollout.engine.load(state.policy, int(state.step))
+            episodes = play(rollout, len(asked[split]))
+            metrics[f"success_{split}"] = describe(episodes, int(state.step))["success"]
+        if learner.algorithm.value_loss is not None:
+            metrics["explained_variance_held_out"] = learner.explained_variance(state, episodes)
+        return metrics
+
+    return evaluate
+
+
+def play(rollout: Rollout, num_groups: int) -> list[Episode]:
+    """The episodes of the first groups, in order, without a store."""
+    jobs = [job for group_id in range(num_groups) for job in rollout.jobs(group_id)]
+    environment = (rollout.engine, rollout.tokenizer, rollout.make_environment)
+    return sorted(run_episodes(*environment, jobs, limits=rollout.limits), key=lambda episode: episode.episode_id)

@@ -1,0 +1,65 @@
+r"""Trains an agent: rollout (in its own process or in this one) → store → learner → published weights.
+
+    python -m experiments.train --workdir=runs/search
+    python -m experiments.train --workdir=runs/gspo --config.algorithm=gspo --rollout=inline
+
+A run that was stopped, in whatever way, goes on where its last checkpoint left it when the same command is given.
+"""
+
+from pathlib import Path
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from experiments import parts
+from experiments.workers import InlineWorker, WorkerProcess
+from mpo_jax.models import pretrained
+from mpo_jax.rollout.worker import stop_on_signals
+from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.store.weights import PublishedWeights
+from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.learner import Learner, learn
+from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training.report import write_report
+
+CONFIG = config_flags.DEFINE_config_file("config", "experiments/configs/search.py", "What to train, and how.")
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+ROLLOUT = flags.DEFINE_enum(
+    "rollout", "process", ["process", "inline"], "Where episodes are played; inline repeats bit for bit from its seed."
+)
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+    config, workdir = CONFIG.value, Path(WORKDIR.value)
+    algorithm, settings = parts.make_algorithm(config), parts.make_settings(config)
+    model = pretrained.load(config.model)
+    parts.claim_workdir(workdir, config)
+    optimizers = parts.make_optimizers(config)
+    learner = Learner(algorithm, parts.make_models(model), optimizers, settings, model.tokenizer.render_hint)
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    state = parts.make_state(model, algorithm, optimizers)
+    if restored := checkpoints.restore(state):
+        state = restored[1]
+    store, published = EpisodeStore(workdir / "episodes.sqlite"), PublishedWeights(workdir / "weights")
+    evaluate = parts.make_evaluate(config, model, learner)
+    worker = {"process": WorkerProcess, "inline": InlineWorker}[ROLLOUT.value](config, workdir, model, store, published)
+    log = MetricsLog(workdir, total_steps=settings.num_steps, first_step=int(state.step))
+    with worker, stop_on_signals() as should_stop:
+        state = learn(
+            learner,
+            state,
+            store,
+            published,
+            checkpoints,
+            log,
+            wait=worker.wait,
+            evaluate=evaluate,
+            should_stop=should_stop,
+        )
+    log.close()
+    print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
+
+
+if __name__ == "__main__":
+    app.run(main)
