@@ -3,7 +3,7 @@ PYTHON ?= python3
 TRAIN_FLAGS ?= --workdir=runs/quickstart
 BIN := .venv/bin
 
-.PHONY: train test test-fast lint bench clean
+.PHONY: train test test-fast lint clean
 .DELETE_ON_ERROR:
 
 .venv/.installed: requirements.txt requirements-test.txt

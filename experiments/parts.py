@@ -32,7 +32,16 @@ def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
 
 
 def make_settings(config: ml_collections.ConfigDict) -> Settings:
-    """How the run is divided."""
+    """How the run is divided.
+
+    Raises:
+      ValueError: sizes that do not go together.
+    """
+    if config.max_pending_groups < config.groups_per_step:
+        raise ValueError(
+            f"max_pending_groups={config.max_pending_groups} is less than groups_per_step={config.groups_per_step}: "
+            "the worker would wait for the learner, and the learner for the worker"
+        )
     return Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
 
 

@@ -17,10 +17,10 @@ from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write config, tokenizer and weights to.", required=True)
-STEPS = flags.DEFINE_integer("steps", 4000, "Gradient steps.")
+STEPS = flags.DEFINE_integer("steps", 2500, "Gradient steps.")
 ROWS = flags.DEFINE_integer("rows", 16, "Rows of a batch.")
 ROW_TOKENS = flags.DEFINE_integer("row_tokens", 384, "Tokens of a row.")
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The highest.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", 4e-3, "The highest.")
 VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 2048, "Ids of the tokenizer.")
 WIDTH = flags.DEFINE_integer("width", 96, "Of the residual stream.")
 LAYERS = flags.DEFINE_integer("layers", 3, "Blocks.")
@@ -41,6 +41,8 @@ def main(_):
         num_kv_heads=HEADS.value // 2,
         head_dim=HEAD_DIM.value,
         mlp_width=WIDTH.value * 5 // 2,
+        rope_theta=100.0,  # contexts are short
+        smeared_keys=True,
     )
     curriculum = Curriculum(noise=NOISE.value)
     data = Demonstrations(tokenizer, curriculum, rows=ROWS.value, row_tokens=ROW_TOKENS.value, seed=SEED.value)

@@ -5,11 +5,10 @@ Paper: MPO, METHODS and README; its published (λ, λ_intra, β) = (0.80, 0.95, 
 Hardware, time and result to expect: see README's first table.
 """
 
-import inspect
-
 import ml_collections
+from ml_collections import config_dict
 
-from mpo_jax.algorithms import ALGORITHMS
+from mpo_jax import algorithms
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -47,12 +46,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.checkpoint_every = 10
 
     # One section an algorithm, with the defaults of its function; where a tiny environment needs other values, why.
-    for name, build in ALGORITHMS.items():
-        defaults = {key: parameter.default for key, parameter in inspect.signature(build).parameters.items()}
-        plain = {key: value for key, value in defaults.items() if isinstance(value, bool | int | float)}
-        config[name] = ml_collections.ConfigDict(plain, convert_dict=True)
-    config.mpo.ratio_granularity = "turn"
-    config.mpo.ratio_reduce = "sum"
+    for name in algorithms.ALGORITHMS:
+        plain = {k: config_dict.placeholder(float) if v is None else v for k, v in algorithms.defaults(name).items()}
+        plain.pop("group_size", None)  # the run's own holds for all
+        config[name] = ml_collections.ConfigDict(plain)
     # λ = 1 − 1/(αl) is 0 at the paper's α = .05 for episodes of l ≈ 25 action tokens; α = 1 gives it about .96.
     config.vapo.alpha = 1.0
     # A geometric mean over 25 tokens moves much more than one over thousands: the paper's 3e-4 would clip everything.

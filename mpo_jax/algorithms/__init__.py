@@ -16,6 +16,7 @@ __all__ = [
     "Penalty",
     "bilevel_gae",
     "dapo",
+    "defaults",
     "dr_grpo",
     "drop_nonfinite",
     "from_config",
@@ -71,6 +72,14 @@ def from_config(name: str, **hyperparameters: Any) -> Algorithm:
         if isinstance(value, str) and key in _NAMED:
             hyperparameters[key] = _lookup(key, value, _NAMED[key])
     return build(**hyperparameters)
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """The hyperparameters of an algorithm with their defaults, as plain values that `from_config` takes back."""
+    strings = {function: string for known in (GRANULARITIES, REDUCERS) for string, function in known.items()}
+    parameters = inspect.signature(_lookup("algorithm", name, ALGORITHMS)).parameters
+    values = {key: strings.get(parameter.default, parameter.default) for key, parameter in parameters.items()}
+    return {key: value for key, value in values.items() if key != "credit"}  # a function, given in Python only
 
 
 def _lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:

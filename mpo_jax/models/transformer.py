@@ -30,6 +30,8 @@ class TransformerConfig:
       norm_epsilon: of every RMSNorm.
       qk_norm: normalise queries and keys by head (Qwen3 does, Llama does not).
       tied_embeddings: the output head is the embedding table.
+      smeared_keys: mix each key with the one before it. Copying what followed an earlier occurrence of a token then
+        takes one head, not two layers that must find each other: tiny models learn to copy in minutes.
     """
 
     vocab_size: int
@@ -43,6 +45,7 @@ class TransformerConfig:
     norm_epsilon: float = 1e-6
     qk_norm: bool = True
     tied_embeddings: bool = True
+    smeared_keys: bool = False
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -82,6 +85,16 @@ def rotate(x: Array, positions: Array, theta: float) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
+def smear(keys: Array, share: Array, starts: Array) -> Array:
+    """Keys[B,T,K,H] mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; nothing before a start.
+
+    See *In-context Learning and Induction Heads* (arXiv:2209.11895), "smeared keys".
+    """
+    before = jnp.where(starts[:, :, None, None], 0.0, jnp.roll(keys, 1, axis=1))
+    share = jax.nn.sigmoid(share)[None, None, :, None]
+    return share * keys + (1.0 - share) * before
+
+
 class Attention(nnx.Module):
     """Causal grouped-query attention, over the row itself or over a cache."""
 
@@ -95,6 +108,8 @@ class Attention(nnx.Module):
         if c.qk_norm:
             self.query_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_epsilon, rngs=rngs)
             self.key_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_epsilon, rngs=rngs)
+        if c.smeared_keys:
+            self.smear = nnx.Param(jnp.zeros(c.num_kv_heads))
 
     def __call__(self, x, positions, mask, cache):
         c = self.config
@@ -105,12 +120,17 @@ class Attention(nnx.Module):
         if c.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
+        key_positions = positions
         if cache is not None:
             row = jnp.arange(rows)[:, None]
             k = cache[0].at[row, positions].set(k, mode="drop")
             v = cache[1].at[row, positions].set(v, mode="drop")
+            key_positions = jnp.arange(k.shape[1])[None, :]
+        cache = (k, v)
+        if c.smeared_keys:
+            k = smear(k, self.smear.get_value(), key_positions == 0)
         mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-        return self.output(mixed.reshape(rows, length, -1)), (k, v)
+        return self.output(mixed.reshape(rows, length, -1)), cache
 
 
 class Mlp(nnx.Module):

@@ -11,7 +11,7 @@ import sqlite3
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from mpo_jax.store.episode import Episode, InvalidEpisode, decode, encode
@@ -182,7 +182,15 @@ class EpisodeStore:
 
     # The learner.
 
-    def take(self, num_groups: int, step: int, *, min_version: int = 0) -> list[list[Episode]] | None:
+    def take(
+        self,
+        num_groups: int,
+        step: int,
+        *,
+        min_version: int = 0,
+        keep: Callable[[list[Episode]], bool] = lambda group: True,
+        max_dropped: int = 0,
+    ) -> list[list[Episode]] | None:
         """Takes the next groups in index order for a learner step; asking again for that step gives them again.
 
         Groups that hold a turn of weights older than `min_version`, and those without one readable record, are
@@ -192,6 +200,9 @@ class EpisodeStore:
           num_groups: how many.
           step: the learner's step.
           min_version: the oldest weights accepted.
+          keep: whether a group teaches anything; others are passed over, so that the batch is filled with ones that
+            do (dynamic sampling).
+          max_dropped: how many groups a step may pass over for that; the rest is taken as it comes.
 
         Returns:
           The groups, or None until enough are stored without a gap.
@@ -211,12 +222,17 @@ class EpisodeStore:
             self._mark(stale, step, f"older than version {min_version}")
             fresh = [group_id for group_id, version, _ in waiting if version >= min_version]
             groups: dict[int, list[Episode]] = {}
+            dropped = self._number("SELECT COUNT(*) FROM groups WHERE step = ? AND dropped", step)
             while len(groups) < num_groups <= len(fresh) + len(groups):
                 group_id = fresh.pop(0)
-                if group := self._read_group(group_id):
-                    groups[group_id] = group
-                else:
+                group = self._read_group(group_id)
+                if not group:
                     self._mark([group_id], step, "without one readable episode")
+                elif dropped < max_dropped and not keep(group):
+                    self._mark([group_id], step, "nothing to learn from")
+                    dropped += 1
+                else:
+                    groups[group_id] = group
             if len(groups) < num_groups:
                 return None
             self._mark(list(groups), step)
@@ -224,7 +240,7 @@ class EpisodeStore:
 
     def _mark(self, group_ids: Sequence[int], step: int, dropped_because: str = "") -> None:
         if group_ids and dropped_because:
-            log.warning("%s: step %d passes over groups %s: %s", self.path, step, group_ids, dropped_because)
+            log.info("%s: step %d passes over groups %s: %s", self.path, step, group_ids, dropped_because)
         rows = [(step, bool(dropped_because), group_id) for group_id in group_ids]
         self._db.executemany("UPDATE groups SET step = ?, dropped = ? WHERE group_id = ?", rows)
 

@@ -80,6 +80,11 @@ class Learner:
         )
         self.diagnose = jax.jit(self._diagnose)
 
+    def take(self, store: EpisodeStore, step: int) -> list[list[Episode]] | None:
+        """The groups of a step, without those that teach nothing where the algorithm samples dynamically."""
+        s, filters = self.settings, "group_filter" in self.algorithm.needs
+        return store.take(s.groups_per_step, step, keep=informative, max_dropped=s.groups_per_step * 3 * filters)
+
     def pretrains_value(self, step: int) -> bool:
         """Whether a step trains the critic alone."""
         return "value_pretraining" in self.algorithm.needs and step < self.settings.value_pretraining_steps
@@ -95,6 +100,8 @@ class Learner:
           The state one step on, and the metrics of the batch.
         """
         step, start = int(state.step), time.monotonic()
+        description = describe(episodes, step)
+        episodes = [episode for episode in episodes if episode.tokens]  # none where the environment failed at once
         batch, slots = self._pack(episodes)
         judged = self.evaluate(state, batch)
         if "privileged" in self.algorithm.needs:
@@ -108,7 +115,7 @@ class Learner:
             totals.append(metrics)
         metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
         metrics |= self.diagnose(state, batch, judged, targets, part, part_targets)
-        metrics |= describe(episodes, step) | {"fill": fill(batch), "rows": len(batch.tokens)}
+        metrics |= description | {"fill": fill(batch), "rows": len(batch.tokens)}
         metrics |= {"seconds_evaluate": evaluated - start, "seconds_step": time.monotonic() - evaluated}
         return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
 
@@ -172,11 +179,17 @@ class Learner:
         )
 
 
+def informative(group: Sequence[Episode]) -> bool:
+    """Whether the returns of a group differ, by the same rule as in the advantages."""
+    returns = np.array([sum(episode.rewards) for episode in group], np.float32)
+    return bool(np.any(kernels.informative_groups(returns, np.zeros(len(group), np.int32))))
+
+
 def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     """What the episodes of a batch look like, whatever is learnt from them."""
     returns = np.array([sum(episode.rewards) for episode in episodes])
     finite = returns[np.isfinite(returns)]
-    lags = [step - version for episode in episodes for version in episode.versions]
+    lags = [step - version for episode in episodes for version in episode.versions] or [0]
     return {
         "success": np.mean(evaluation.success(returns)),
         "return": np.mean(finite) if len(finite) else np.nan,
@@ -228,7 +241,7 @@ def learn(
         start = time.monotonic()
         extra = evaluate(state) if step % s.evaluate_every == 0 else {}
         evaluated = time.monotonic()
-        while (groups := store.take(s.groups_per_step, step)) is None and not should_stop():
+        while (groups := learner.take(store, step)) is None and not should_stop():
             wait()
         if groups is None:
             break
