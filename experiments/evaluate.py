@@ -52,6 +52,7 @@ def rates(successes: np.ndarray) -> dict[str, list[float]]:
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
+    parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     model = pretrained.load(config.model)

@@ -11,6 +11,7 @@ from pathlib import Path
 from absl import app, flags
 from tqdm import tqdm
 
+from experiments import parts
 from mpo_jax.models.pretrained import Pretrained, save
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.models.transformer import TransformerConfig
@@ -31,6 +32,7 @@ SEED = flags.DEFINE_integer("seed", 0, "Of data and initialisation.")
 
 
 def main(_):
+    parts.keep_freed_memory()
     start = time.monotonic()
     tokenizer = ChatTokenizer(train_bpe(tokenizer_texts(), VOCAB_SIZE.value))
     config = TransformerConfig(

@@ -22,6 +22,7 @@ PARENT = flags.DEFINE_integer("parent", None, "Stop when this process is no long
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
+    parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     model = pretrained.load(config.model)

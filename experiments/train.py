@@ -31,6 +31,7 @@ ROLLOUT = flags.DEFINE_enum(
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
+    parts.keep_freed_memory()
     config, workdir = CONFIG.value, Path(WORKDIR.value)
     algorithm, settings = parts.make_algorithm(config), parts.make_settings(config)
     model = pretrained.load(config.model)

@@ -1,4 +1,4 @@
-"""Settings for every test: a forced multi-device CPU, no silent rank promotion, one compilation cache."""
+"""Settings for every test: CPU, and no silent rank promotion."""
 
 import os
 

@@ -49,10 +49,12 @@ def params(config, seed=0):
 QUICK = {"xla_backend_optimization_level": 0}  # compiled once, run a few times
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK)
-def logits(config, params, tokens, positions, segment_ids):
+def forward(config, params, tokens, positions, segment_ids):
     model = nnx.merge(graph(config), params)
     return model(tokens, positions, segment_ids)[0] @ model.head()
+
+
+logits = jax.jit(forward, static_argnums=0, compiler_options=QUICK)
 
 
 def oracle(config, params, tokens):

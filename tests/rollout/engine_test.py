@@ -200,6 +200,28 @@ def test_bug_100_samples_follow_the_models_distribution(engine):
     assert statistic < k * (1 - 2 / (9 * k) + 3.09 * np.sqrt(2 / (9 * k))) ** 3
 
 
+def test_the_tokens_of_a_turn_are_drawn_independently(engine):
+    # Where each draw fell in its cumulative distribution (the middle of the token's interval), first against second
+    # token: one random number for both would correlate them at almost 1; chance at 300 pairs is 0.06.
+    prompt, places = [4, 9, 5], []
+
+    @functools.cache
+    def middle(token, *context):
+        p = np.exp(tiny.log_softmax(tiny.oracle(CONFIG, PARAMS, context)[-1]))
+        return p[:token].sum() + p[token] / 2
+
+    for first in range(0, 330, SLOTS):
+        answers = engine.generate(dict.fromkeys(range(SLOTS), prompt), {s: first + s for s in range(SLOTS)})
+        for slot, answer in answers.items():
+            engine.free(slot)
+            if len(answer.tokens) > 1:
+                one, two = answer.tokens[:2]
+                places.append((middle(one, *prompt), middle(two, *prompt, one)))
+    places = np.array(places)
+    assert len(places) > 200
+    assert abs(np.corrcoef(places.T)[0, 1]) < 0.25
+
+
 def test_greedy_is_the_argmax_loop_of_the_uncached_model():
     engine = compiled(True)
     said = {0: [4, 5], 3: [7], 5: [8, 9, 10, 11]}

@@ -1,0 +1,157 @@
+"""`experiments.train` with the rollout in its own process: it repeats from its seed and resumes, bit for bit."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from training import runs
+
+from experiments import train
+from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.store.weights import PublishedWeights
+from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.metrics import read_metrics
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """Programs compiled once for all runs of this file."""
+    folder = str(tmp_path_factory.mktemp("xla"))
+    names = ("jax_compilation_cache_dir", "jax_persistent_compilation_cache_min_compile_time_secs")
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (folder, 0.0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield folder
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def run(cache, monkeypatch, capsys):
+    """Calls the program's `main` with a config; returns what it printed."""
+
+    def main(workdir, **changes):
+        values = {"CONFIG": runs.config(**changes), "WORKDIR": str(workdir), "ROLLOUT": "inline"}
+        for name, value in values.items():
+            monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
+        train.main(None)
+        return capsys.readouterr().out
+
+    return main
+
+
+def numbers(workdir):
+    """The metrics without what a clock says."""
+    rows = read_metrics(workdir / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if not k.startswith(("seconds", "tokens_per"))} for row in rows]
+
+
+def last_state(workdir, **changes):
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    found = checkpoints.restore(runs.fresh_state(**changes))
+    checkpoints.close()
+    return found[0], runs.frozen(found[1])
+
+
+def episodes(workdir):
+    store = EpisodeStore(workdir / "episodes.sqlite", must_exist=True)
+    found = list(store.episodes())
+    store.close()
+    return found
+
+
+@pytest.mark.slow
+def test_a_run_repeats_bit_for_bit_and_goes_on_as_if_it_had_never_stopped(run, tmp_path, cache):
+    """Five steps in one go; 3 and then 2 in new objects; and the first two by the command, in a process of its own.
+
+    BUG-146, BUG-148, BUG-149.
+    """
+    whole, broken, other, command = (tmp_path / name for name in ("whole", "broken", "other", "command"))
+    printed = run(whole, num_steps=5)
+    assert "finished: 5 steps, 20 episodes" in printed and str(whole / "curve.png") in printed
+
+    run(broken, num_steps=3)
+    assert last_state(broken)[0] == 3
+    run(broken, num_steps=5)
+    (step, expected), (other_step, found) = last_state(whole), last_state(broken)
+    assert step == other_step == 5 and runs.equal(found, expected)
+    assert [row["step"] for row in numbers(whole)] == [0, 1, 2, 3, 4, 5]
+    assert numbers(broken)[:5] == numbers(whole)[:5]
+    assert numbers(broken)[5] == numbers(whole)[5]
+    assert episodes(broken) == episodes(whole)
+    first, second = (PublishedWeights(folder / "weights").load() for folder in (whole, broken))
+    assert first[1] == second[1] == 5 and runs.equal(first[0], second[0])
+
+    # Episodes are sampled with the newest weights, each group once; seeds are not used again.
+    assert [v for e in episodes(whole) for v in set(e.versions)] == [step for step in range(5) for _ in range(4)]
+    assert len({tuple(e.tokens) for e in episodes(whole)}) == 20
+
+    run(other, num_steps=2, seed=1)
+    assert numbers(other)[1] != numbers(whole)[1]
+    assert {e.task_id for e in episodes(other)} != {e.task_id for e in episodes(whole)[:8]}
+
+    changed = {k: v for k, v in json.loads((whole / "config.json").read_text()).items() if k in runs.SMALL}
+    flags = [f"--config.{k}={v}" for k, v in (changed | {"num_steps": 2, "model": runs.model_folder()}).items()]
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.train", f"--workdir={command}", "--rollout=inline", *flags],
+        cwd=ROOT,
+        env=os.environ
+        | {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "finished: 2 steps, 8 episodes" in result.stdout
+    assert numbers(command)[:2] == numbers(whole)[:2]
+    assert episodes(command) == episodes(whole)[:8]
+
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["finished"] and summary["episodes"] == 20 and summary["wall_seconds"] > 0
+    assert len(summary["success_train"]) == len(summary["success_held_out"]) == 2
+    assert np.isfinite(summary["success_train"] + summary["success_held_out"]).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--config.nope=1"], "nope"),
+        (["--config.mpo.nope=1"], "nope"),
+        (["--rollout=nowhere"], "rollout"),
+        ([], "workdir"),
+    ],
+)
+def test_an_unknown_key_is_named_before_anything_is_made(tmp_path, arguments, message):
+    workdir = [f"--workdir={tmp_path / 'run'}"] if message != "workdir" else []
+    result = subprocess.run(
+        [sys.executable, "-m", "experiments.train", *workdir, *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert result.returncode != 0
+    assert message in result.stderr.strip().splitlines()[-1] + result.stderr.strip().splitlines()[0]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"algorithm": "mpoo"}, "unknown algorithm 'mpoo'"),
+        ({"model": "/no/such/model"}, "/no/such/model: no readable model"),
+        ({"max_pending_groups": 1}, "max_pending_groups=1"),
+        ({"row_multiple": 3}, "row_multiple=3"),
+    ],
+)
+def test_bad_values_are_refused_before_the_folder_is_claimed(run, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(tmp_path / "run", **changes)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,135 @@
+"""Checkpoints: what is restored is what was saved, a damaged one is passed over, and saving goes on after that."""
+
+import logging
+import shutil
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from mpo_jax.training.checkpoints import Checkpoints
+from training import runs
+
+
+@pytest.fixture
+def trained():
+    """A learner, a batch, and the state after two steps."""
+    learner, state = runs.learner("mpo", value_pretraining_steps=1), runs.fresh_state("mpo")
+    episodes = runs.as_sampled(learner, state, runs.flat(runs.make_groups()))
+    for _ in range(2):
+        state, _ = learner.update(state, episodes)
+    return learner, episodes, state
+
+
+def truncate(folder):
+    """Cuts every file of a checkpoint to half."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert files
+
+
+def remove_data(folder):
+    """Leaves a checkpoint's folder without its arrays."""
+    for part in folder.iterdir():
+        shutil.rmtree(part) if part.is_dir() else part.unlink()
+
+
+def test_the_third_step_is_that_of_an_uninterrupted_run(tmp_path, trained):
+    """BUG-149: moments, counts and the rest come back, and are used."""
+    learner, episodes, state = trained
+    Checkpoints(tmp_path).save(2, state)
+    saved = runs.frozen(state)
+    step, restored = Checkpoints(tmp_path).restore(runs.fresh_state("mpo"))
+    assert step == 2 and int(restored.step) == 2
+    assert runs.equal(restored, saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(saved)
+    assert int(optax.tree_utils.tree_get(restored.critic_optimizer, "count")) == 4
+    expected, expected_metrics = learner.update(state, episodes)
+    found, metrics = learner.update(restored, episodes)
+    assert runs.equal(found, expected)
+    timed = ("seconds_evaluate", "seconds_step")
+    assert {k: v for k, v in metrics.items() if k not in timed} == {
+        k: v for k, v in expected_metrics.items() if k not in timed
+    }
+
+
+def test_nothing_saved_is_nothing_restored(tmp_path):
+    assert Checkpoints(tmp_path).restore(runs.fresh_state("mpo")) is None
+
+
+@pytest.mark.parametrize("damage", [truncate, remove_data])
+def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, damage):
+    """BUG-151."""
+    state = runs.fresh_state("mpo")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state.replace(skipped=state.skipped + 7))
+    checkpoints.save(4, state)
+    checkpoints.close()
+    damage(tmp_path / "4")
+    with caplog.at_level(logging.WARNING, logger="mpo_jax.training.checkpoints"):
+        step, restored = Checkpoints(tmp_path).restore(state)
+    assert step == 2 and int(restored.skipped) == 7
+    assert str(tmp_path / "4") in caplog.text and str(tmp_path / "2") + ":" not in caplog.text
+
+
+def test_a_folder_without_one_readable_checkpoint_is_a_new_run_with_warnings(tmp_path, caplog):
+    state = runs.fresh_state("mpo")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    truncate(tmp_path / "2")
+    assert Checkpoints(tmp_path).restore(state) is None
+    assert str(tmp_path / "2") in caplog.text
+
+
+def test_an_unfinished_save_is_no_checkpoint_and_its_step_can_be_saved(tmp_path):
+    """BUG-151: killed while saving 4."""
+    state = runs.fresh_state("mpo")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state)
+    checkpoints.close()
+    shutil.copytree(tmp_path / "2", tmp_path / "4.orbax-checkpoint-tmp")
+    truncate(tmp_path / "4.orbax-checkpoint-tmp")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(state)[0] == 2
+    checkpoints.save(4, state.replace(skipped=state.skipped + 1))
+    step, restored = checkpoints.restore(state)
+    assert step == 4 and int(restored.skipped) == 1
+
+
+def test_after_a_damaged_checkpoint_every_later_save_is_made(tmp_path):
+    """A step listed is a step on disk: the damaged 4 must not swallow the 3 of the run that went on from 2."""
+    state = runs.fresh_state("mpo")
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state)
+    checkpoints.save(4, state)
+    checkpoints.close()
+    truncate(tmp_path / "4")
+    checkpoints = Checkpoints(tmp_path)
+    assert checkpoints.restore(state)[0] == 2
+    for step in (3, 4):
+        checkpoints.save(step, state.replace(skipped=state.skipped + step))
+        found, restored = Checkpoints(tmp_path).restore(state)
+        assert found == step and int(restored.skipped) == step
+
+
+def test_a_step_saved_again_is_replaced_and_old_ones_go(tmp_path):
+    state = runs.fresh_state("mpo")
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        checkpoints.save(step, state)
+    checkpoints.save(3, state.replace(skipped=state.skipped + 9))
+    assert sorted(int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()) == [2, 3]
+    assert int(checkpoints.restore(state)[1].skipped) == 9
+
+
+def test_a_state_without_critic_and_reference_comes_back_too(tmp_path):
+    state = runs.fresh_state("gspo")
+    assert state.critic is None and state.reference is None
+    saved = runs.frozen(state)
+    Checkpoints(tmp_path).save(1, state)
+    restored = Checkpoints(tmp_path).restore(runs.fresh_state("gspo"))[1]
+    assert restored.critic is None and runs.equal(restored, saved)
+    assert not any(np.isnan(x).any() for x in jax.tree.leaves(restored))

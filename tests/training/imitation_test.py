@@ -1,0 +1,153 @@
+"""The warm start: seeded demonstrations of fixed shapes, masks on what is to be imitated, and a loss that falls."""
+
+import itertools
+import random
+
+import jax
+import numpy as np
+import pytest
+
+from mpo_jax.environments.demonstrations import demonstrate
+from mpo_jax.environments.search import SearchEnvironment
+from mpo_jax.environments.search_policy import ScriptedPolicy
+from mpo_jax.models.transformer import TransformerConfig
+from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
+from mpo_jax.types import PADDING
+from training import runs
+
+
+def make(seed=0, rows=2, row_tokens=384, difficulty=0.0, **curriculum):
+    data = Demonstrations(runs.model().tokenizer, Curriculum(**curriculum), rows=rows, row_tokens=row_tokens, seed=seed)
+    data.difficulty = difficulty
+    return data
+
+
+@pytest.mark.parametrize("difficulty", [0.0, 1.0])
+def test_demonstrations_are_seeded(difficulty):
+    one, two, other = (make(seed, difficulty=difficulty) for seed in (0, 0, 1))
+    for _ in range(2):
+        batches = [data.batch() for data in (one, two, other)]
+        assert runs.equal(batches[0], batches[1])
+        assert not runs.equal(batches[0].tokens, batches[2].tokens)
+
+
+def test_copying_gets_harder_only_where_it_is_learnt():
+    data = make(copying_loss=1.0)
+    for loss in (5.0, 1.0, 1.0001, float("nan")):
+        data.learnt(loss)
+        assert data.difficulty == 0
+    data.learnt(0.99)
+    assert data.difficulty == pytest.approx(0.02)
+    for _ in range(60):
+        data.learnt(0.1)
+    assert data.difficulty == 1.0
+
+
+@pytest.mark.parametrize(("difficulty", "shape"), [(0.0, (12, 64)), (0.5, (12, 64)), (1.0, (2, 384))])
+def test_every_batch_has_the_same_shape(difficulty, shape):
+    data = make(difficulty=difficulty)
+    for _ in range(4):
+        batch = data.batch()
+        assert batch.tokens.shape == shape
+        assert batch.group_ids.shape == (shape[0], 64)
+        assert (batch.sequence_ids != PADDING).mean() > 0.5
+        assert batch.tokens.max() < runs.model().tokenizer.vocab_size
+
+
+def test_copying_marks_what_can_be_foretold():
+    """Each marked token follows its predecessor as it did in the source."""
+    for difficulty in (0.0, 1.0):
+        data = make(difficulty=difficulty)
+        for _ in range(20):
+            ids, mask = data._copying()
+            assert len(ids) == len(mask) == 32 + int(96 * difficulty)
+            source = ids[: mask.index(True) - 1]
+            assert len(set(source)) == len(source) and not any(mask[: len(source)])
+            follows = dict(itertools.pairwise(source))
+            marked = [i for i, flag in enumerate(mask) if flag]
+            assert marked and all(follows[ids[i - 1]] == ids[i] for i in marked)
+
+
+def plain_transcript(data, seed):
+    """The transcript behind the next demonstration of a stream with that seed, made without masks."""
+    rng = random.Random(seed)
+    question = rng.choice(data.questions)
+    rng.random()  # whether to rename: never
+    return demonstrate(question, ScriptedPolicy(data.curriculum.noise, rng), SearchEnvironment())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_cover_exactly_the_actions_and_their_end(seed):
+    data = make(seed, renaming=0.0, hinting=0.0)
+    tokenizer = runs.model().tokenizer
+    ids, mask = data._demonstration()
+    transcript = plain_transcript(data, seed)
+    spans, at = [], 0
+    while at < len(ids):
+        end = next(i for i in range(at, len(ids) + 1) if i == len(ids) or mask[i] != mask[at])
+        spans.append((mask[at], ids[at:end]))
+        at = end
+    assert [flag for flag, _ in spans] == [False, True] * len(transcript)
+    for (_, read), (_, acted), (observation, action) in zip(spans[::2], spans[1::2], transcript, strict=True):
+        assert acted == [*tokenizer.encode(action), tokenizer.end_of_turn]
+        assert read == tokenizer.render_observation(observation, data.curriculum.observation_tokens)
+
+
+def test_hints_are_read_and_never_imitated():
+    tokenizer = runs.model().tokenizer
+    hinted, plain = (make(3, renaming=0.0, hinting=share)._demonstration() for share in (1.0, 0.0))
+    hint = tokenizer.render_hint("")[:2]  # <user>, and how a hint begins
+    starts = [i for i in range(len(hinted[0])) if hinted[0][i : i + len(hint)] == hint]
+    assert starts and not any(hinted[1][i] for i in starts)
+    assert sum(hinted[1]) and tokenizer.render_hint("")[:2] != plain[0][:2]
+
+
+def test_made_up_names_take_the_place_of_real_ones():
+    data = make(renaming=1.0, hinting=0.0)
+    question = next(q for q in data.questions if q.entities)
+    names = data._new_names(question)
+    assert names.keys() == set(question.entities)
+    assert not any(new.lower() == old.lower() for old, new in names.items())
+    assert all(names.values())
+
+
+def test_the_tokenizer_reads_documents_and_training_transcripts():
+    texts = list(tokenizer_texts(num_passes=0))
+    assert len(texts) > 2000 and all(": " in text for text in texts[:50])
+    with_transcripts = tokenizer_texts(num_passes=1)
+    for _ in texts:
+        next(with_transcripts)
+    assert next(with_transcripts)
+
+
+CONFIG = TransformerConfig(
+    vocab_size=400, width=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, mlp_width=24, smeared_keys=True
+)
+
+
+def train(seed, num_steps, difficulty, learning_rate=2e-2):
+    losses = []
+    data = make(seed, row_tokens=192, difficulty=difficulty)
+    params = imitate(
+        CONFIG,
+        data,
+        num_steps=num_steps,
+        learning_rate=learning_rate,
+        seed=seed,
+        report=lambda step, loss: losses.append((step, float(loss))),
+    )
+    assert [step for step, _ in losses] == list(range(num_steps))
+    return params, np.array([loss for _, loss in losses])
+
+
+@pytest.mark.parametrize("difficulty", [0.0, 1.0])
+def test_imitation_lowers_the_loss(difficulty):
+    assert runs.model().tokenizer.vocab_size == 400
+    _, losses = train(0, 30, difficulty)
+    assert losses[:3].mean() > losses[-5:].mean() + 0.5, losses
+
+
+def test_imitation_repeats_from_its_seed():
+    (one, first), (two, second), (other, _) = (train(seed, 3, 1.0) for seed in (0, 0, 1))
+    assert runs.equal(one, two) and np.array_equal(first, second)
+    assert not runs.equal(jax.tree.leaves(one)[0], jax.tree.leaves(other)[0])
