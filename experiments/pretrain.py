@@ -1,20 +1,24 @@
 r"""Makes the warm start: a tiny transformer that imitates a noisy scripted policy.
 
-    python -m experiments.pretrain --output=runs/search_tiny
+    python -m experiments.pretrain --output=runs/copier
+    python -m experiments.pretrain --init=runs/copier --output=runs/search_tiny --noise=0.15 --learning_rate=2e-3
 
-wrote the packaged `mpo_jax/models/data/search_tiny` in about 25 minutes on 2 CPU cores; the flags below are its own.
+made the packaged `mpo_jax/models/data/search_tiny` in about 25 minutes on 2 CPU cores. The first learns to copy, then
+to imitate a very noisy policy; the second goes on with a less noisy one.
 """
 
+import dataclasses
 import time
 from pathlib import Path
 
 from absl import app, flags
+from flax import nnx
 from tqdm import tqdm
 
 from experiments import parts
-from mpo_jax.models.pretrained import Pretrained, save
+from mpo_jax.models.pretrained import Pretrained, load, save
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
-from mpo_jax.models.transformer import TransformerConfig
+from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write config, tokenizer and weights to.", required=True)
@@ -28,12 +32,32 @@ LAYERS = flags.DEFINE_integer("layers", 3, "Blocks.")
 HEADS = flags.DEFINE_integer("heads", 4, "Query heads; half as many for keys.")
 HEAD_DIM = flags.DEFINE_integer("head_dim", 32, "Of one head.")
 NOISE = flags.DEFINE_float("noise", 0.3, "Probability of a mistake of the scripted policy.")
+INIT = flags.DEFINE_string("init", None, "Folder to go on from: its shape, tokenizer and weights; copying is learnt.")
 SEED = flags.DEFINE_integer("seed", 0, "Of data and initialisation.")
 
 
 def main(_):
     parts.keep_freed_memory()
     start = time.monotonic()
+    model = load(INIT.value) if INIT.value else new_model()
+    curriculum = Curriculum(noise=NOISE.value)
+    data = Demonstrations(model.tokenizer, curriculum, rows=ROWS.value, row_tokens=ROW_TOKENS.value, seed=SEED.value)
+    if INIT.value:
+        data.difficulty = 1.0
+    with tqdm(total=STEPS.value, unit="step") as bar:
+
+        def report(step, loss):
+            if step % 20 == 0:
+                bar.set_postfix_str(f"loss={float(loss):.3f}")
+            bar.update()
+
+        params = imitate(model, data, num_steps=STEPS.value, learning_rate=LEARNING_RATE.value, report=report)
+    save(Path(OUTPUT.value), dataclasses.replace(model, params=params))
+    print(f"wrote {OUTPUT.value} after {time.monotonic() - start:.0f} s")
+
+
+def new_model() -> Pretrained:
+    """A tokenizer trained on the corpus, and a transformer that knows nothing."""
     tokenizer = ChatTokenizer(train_bpe(tokenizer_texts(), VOCAB_SIZE.value))
     config = TransformerConfig(
         vocab_size=tokenizer.vocab_size,
@@ -46,20 +70,8 @@ def main(_):
         rope_theta=100.0,  # contexts are short
         smeared_keys=True,
     )
-    curriculum = Curriculum(noise=NOISE.value)
-    data = Demonstrations(tokenizer, curriculum, rows=ROWS.value, row_tokens=ROW_TOKENS.value, seed=SEED.value)
-    with tqdm(total=STEPS.value, unit="step") as bar:
-
-        def report(step, loss):
-            if step % 20 == 0:
-                bar.set_postfix_str(f"loss={float(loss):.3f}")
-            bar.update()
-
-        params = imitate(
-            config, data, num_steps=STEPS.value, learning_rate=LEARNING_RATE.value, seed=SEED.value, report=report
-        )
-    save(Path(OUTPUT.value), Pretrained(config=config, params=params, tokenizer=tokenizer))
-    print(f"wrote {OUTPUT.value} after {time.monotonic() - start:.0f} s")
+    params = nnx.state(Transformer(config, rngs=nnx.Rngs(SEED.value)))
+    return Pretrained(config=config, params=params, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":

@@ -2,26 +2,25 @@
 
 What the expected gradient E Σ A ∇log π of each estimator is, and so what these tests hold:
 
-  λ_turn = 1, β = 0                    ∇J for *any* critic
-  any λ_turn, β = 0; token GAE         ∇J for the exact critic; biased for others (turn GAE unless λ_turn = 1)
+  λ_turn = 1, β = 0; token GAE, λ = 1  ∇J for *any* critic
+  any λ_turn, β = 0; token GAE, any λ  ∇J for the exact critic; biased for others unless λ = 1
   λ_turn = λ_intra = 1, any β          ∇J for a critic that does not change inside turns
   any λ_turn, exact critic, turns of L tokens
                                        ∇J with the part of a turn's k-th token times 1 + β(1 − w_k/L), w_k = Σ_{j<k}
                                        λ_intra^j: no bias at L = 1, one common factor at λ_intra = 0, else a bias
                                        towards early tokens that never turns against ∇J
-  the same, turns of random length     biased, by no such factor
+  the same, turns of random length     biased (13–48 % of |∇J| in 40 draws at β = 1), by no such factor, but close to
+                                       ∇J in direction (cosine ≥ .98)
 """
-
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import token_mdp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import token_mdp
 from mpo_jax import kernels
 
 SETTINGS = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -116,14 +115,15 @@ def test_surrogates_are_equal_with_one_token_turns(case):
     assert delta(mdp, old, new) == 0
 
 
-@pytest.mark.parametrize("turns,longest,least", [(1, 2, 1 - 1e-9), (2, 2, 0.95), (3, 2, 0.85), (2, 3, 0.75), (3, 3, 0.45)])
+@pytest.mark.parametrize(
+    "turns,longest,least", [(1, 2, 1 - 1e-9), (2, 2, 0.95), (3, 2, 0.85), (2, 3, 0.9), (3, 3, 0.45)]
+)
 def test_the_bound_is_not_vacuous(turns, longest, least):
     rng, found = np.random.default_rng(0), []
     for _ in range(40):
         mdp = token_mdp.random_mdp(rng, turns=turns, longest=longest)
         found += [bound_ratio(mdp, mdp.policy(rng), mdp.policy(rng)) for _ in range(5)]
-    print("largest", turns, longest, max(found))
-    assert least < max(found) <= 1 + 1e-9  # with one turn of two tokens there is one gap: equality
+    assert least - 1e-9 <= max(found) <= 1 + 1e-9  # with one turn of two tokens there is one gap: equality
 
 
 @SETTINGS
@@ -134,7 +134,7 @@ def test_delta_is_bounded_by_the_complete_turn_kl(case):
     _, _, turn = mdp.log_ratios(new, old)
     forward = np.max(mdp.probabilities(old) @ (np.exp(turn) * turn))  # KL(π'‖π) of a turn, mean over its histories
     backward = np.max(mdp.probabilities(old) @ -turn)
-    assert 0 <= min(forward, backward)
+    assert min(forward, backward) >= 0
     for kl in (forward, backward):
         assert np.abs(gaps).max() <= 2 * np.sqrt(kl / 2) * largest + 1e-12
 
@@ -147,19 +147,31 @@ def test_the_kl_bound_is_not_vacuous():
         gaps, largest = prefix_gaps(mdp, old, new)
         kl = np.max(mdp.probabilities(old) @ -mdp.log_ratios(new, old)[2])
         found.append(np.abs(gaps).max() / (2 * np.sqrt(kl / 2) * largest))
-    print("kl", max(found))
     assert max(found) > 0.3
 
 
-@functools.cache
-def kernel(method, **kwargs):
-    return jax.jit(jax.vmap(functools.partial(method, **kwargs)))
+def _mae(rewards, values, mask, turns, lambda_turn, lambda_intra, beta):
+    kwargs = {"lambda_turn": lambda_turn, "lambda_intra": lambda_intra, "beta": beta}
+    return kernels.multiscale_advantages(rewards, values, mask, turns, **kwargs)
+
+
+def _gae(rewards, values, mask, sequences, lambda_):
+    return kernels.token_gae(rewards, values, mask, sequences, lambda_=lambda_)
+
+
+every_mae = jax.jit(jax.vmap(_mae, (0, 0, 0, 0, None, None, None)))  # traced λ and β: one compile a shape
+every_gae = jax.jit(jax.vmap(_gae, (0, 0, 0, 0, None)))
 
 
 def advantages(mdp, critic, lambda_turn, lambda_intra, beta):
     """The library's A^MAE of every trajectory, with critic [N]."""
-    f = kernel(kernels.multiscale_advantages, lambda_turn=lambda_turn, lambda_intra=lambda_intra, beta=beta)
-    return np.asarray(f(mdp.rewards, np.where(mdp.mask, critic[mdp.states], 0), mdp.mask, mdp.turns))
+    row = mdp.rewards, np.where(mdp.mask, critic[mdp.states], 0), mdp.mask, mdp.turns
+    return np.asarray(every_mae(*row, lambda_turn, lambda_intra, beta))
+
+
+def token_gae(mdp, critic, lambda_):
+    row = mdp.rewards, np.where(mdp.mask, critic[mdp.states], 0), mdp.mask, np.where(mdp.mask, 0, -1)
+    return np.asarray(every_gae(*row, lambda_))
 
 
 def world(seed, **kwargs):
@@ -195,20 +207,18 @@ def test_the_score_gradient_is_the_gradient_of_the_objective(float64):
 def test_beta_zero_and_lambda_one_is_unbiased_for_any_critic(seed, float64):
     mdp, policy, gradient, rng = world(seed)
     critic = rng.normal(size=len(mdp.turn_of))
-    np.testing.assert_allclose(mdp.score_gradient(policy, advantages(mdp, critic, 1.0, 0.95, 0.0)), gradient, **EXACT)
-    wrong = mdp.score_gradient(policy, advantages(mdp, critic, 0.8, 0.95, 0.0))
-    assert bias(wrong, gradient) > 0.05  # λ_turn < 1 believes the critic
+    for a in (advantages(mdp, critic, 1.0, 0.95, 0.0), token_gae(mdp, critic, 1.0)):
+        np.testing.assert_allclose(mdp.score_gradient(policy, a), gradient, **EXACT)
+    for a in (advantages(mdp, critic, 0.8, 0.95, 0.0), token_gae(mdp, critic, 0.8)):
+        assert bias(mdp.score_gradient(policy, a), gradient) > 0.05  # λ < 1 believes the critic
 
 
 @pytest.mark.parametrize("lambda_turn", [0.0, 0.8, 1.0])
 def test_beta_zero_is_unbiased_for_the_exact_critic_at_any_lambda(lambda_turn, float64):
     mdp, policy, gradient, _ = world(3)
     critic = mdp.values(policy)
-    found = advantages(mdp, critic, lambda_turn, 0.95, 0.0)
-    np.testing.assert_allclose(mdp.score_gradient(policy, found), gradient, **EXACT)
-    token = kernel(kernels.token_gae, lambda_=lambda_turn)
-    found = token(mdp.rewards, np.where(mdp.mask, critic[mdp.states], 0), mdp.mask, np.where(mdp.mask, 0, -1))
-    np.testing.assert_allclose(mdp.score_gradient(policy, np.asarray(found)), gradient, **EXACT)
+    for a in (advantages(mdp, critic, lambda_turn, 0.95, 0.0), token_gae(mdp, critic, lambda_turn)):
+        np.testing.assert_allclose(mdp.score_gradient(policy, a), gradient, **EXACT)
 
 
 @pytest.mark.parametrize("beta", [0.5, 1.0, 2.0])
@@ -246,8 +256,7 @@ def test_beta_is_biased_with_an_exact_critic_and_turns_of_random_length(float64)
         g = mdp.score_gradient(policy, advantages(mdp, mdp.values(policy), 0.8, 0.95, 1.0))
         found.append((bias(g, gradient), np.sum(g * gradient) / np.linalg.norm(g) / np.linalg.norm(gradient)))
     biases, cosines = np.transpose(found)
-    print(biases.min(), np.median(biases), biases.max(), cosines.min(), np.median(cosines))
-    assert biases.min() > 0.05 and cosines.min() > 0.8
+    assert biases.min() > 0.1 and cosines.min() > 0.95
 
 
 def turn_ratio_objective(mdp, old, a, ids, *, differentiable=False):

@@ -32,6 +32,10 @@ def multiscale_advantages(
     with V_{t,L_t+1} = V_{t+1,1} and V_{T+1,1} = 0. Both are λ-returns less V that differ only in a token's λ:
     λ_turn at turn ends and 1 inside, or 0 at turn ends and λ_intra inside.
 
+    With λ_turn = 1 and β = 0 the policy gradient is unbiased whatever the critic. β ≠ 0 favours a turn's early tokens
+    even with an exact critic: over turns of L tokens token k's part is multiplied by 1 + β(1 − Σ_{j<k} λ_intra^j / L),
+    never turned around (notebook 01, tests/theory_test.py).
+
     Args:
       rewards: [T], non-zero only on a turn's last action token.
       values: [T] V before each token; read at action tokens, those inside a turn by A^intra alone.

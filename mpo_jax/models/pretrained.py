@@ -49,13 +49,13 @@ def load(name: Path | str) -> Pretrained:
     folder = PACKAGED / name if (PACKAGED / name).is_dir() else Path(name)
     try:
         config = TransformerConfig(**json.loads((folder / "config.json").read_text()))
-        arrays = load_file(folder / "model.safetensors")
-    except (OSError, TypeError, json.JSONDecodeError, SafetensorError) as error:
+        arrays = {k: x.astype("float32") for k, x in load_file(folder / "model.safetensors").items()}
+        params = weights.unflatten(shapes(config), arrays)
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: no readable model: {error}") from error
     tokenizer = ChatTokenizer.load(folder / "tokenizer.json")
     if tokenizer.vocab_size != config.vocab_size:
         raise ValueError(f"{folder}: tokenizer of {tokenizer.vocab_size} ids, model of {config.vocab_size}")
-    params = weights.unflatten(shapes(config), {name: x.astype("float32") for name, x in arrays.items()})
     return Pretrained(config=config, params=params, tokenizer=tokenizer)
 
 

@@ -69,11 +69,12 @@ class Sampler:
         Raises:
           ValueError: no id to append, or a context that would not hold them and one more token.
         """
-        unread = {}
         for slot, ids in new_tokens.items():
             room = self.context_length - len(self._contexts[slot])
             if not 0 < len(ids) < room:
                 raise ValueError(f"slot {slot}: {len(ids)} new tokens; expected 1 to {room - 1}, the room that is left")
+        unread = {}
+        for slot, ids in new_tokens.items():
             self._contexts[slot] += ids
             unread[slot] = self._contexts[slot][self._num_cached[slot] :]
         longest = max(map(len, unread.values()))

@@ -87,8 +87,8 @@ def privileged_logprobs(
     result = np.array(logprobs)
     for index in range(len(episodes)):
         here, there = (_actions(b, s, index) for b, s in ((batch, slots), (other, other_slots)))
-        turns = batch.turn_ids[here] - batch.turn_ids[here].min(initial=0)
-        has_item = np.array([item is not None for item in items[index]], bool)
+        turns = np.array(episodes[index].turn_ids)[episodes[index].action_mask]
+        has_item = np.array([item is not None for item in items[index]])
         result[here] = np.where(has_item[turns], found[there], result[here])
     return result
 

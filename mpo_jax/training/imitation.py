@@ -6,7 +6,7 @@ names. So most demonstrations are played over made-up names, and some sequences 
 
 import dataclasses
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from mpo_jax.environments.questions import Question, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 from mpo_jax.models.evaluation import token_logprobs
+from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.models.tokenizer import SPECIALS, ChatTokenizer
-from mpo_jax.models.transformer import Transformer, TransformerConfig
+from mpo_jax.models.transformer import Transformer
 from mpo_jax.store.episode import Episode
 from mpo_jax.training.batching import pack
 from mpo_jax.types import Array, Trajectories
@@ -162,28 +163,27 @@ def _as_episode(ids: list[int], mask: list[bool]) -> Episode:
 
 
 def imitate(
-    config: TransformerConfig,
+    model: Pretrained,
     demonstrations: Demonstrations,
     *,
     num_steps: int,
     learning_rate: float,
-    seed: int,
-    report=lambda step, loss: None,
+    report: Callable[[int, Array], None] = lambda step, loss: None,
 ) -> nnx.State:
-    """Trains a fresh transformer on demonstrations by cross-entropy (AdamW, warm-up and cosine decay).
+    """Trains a transformer on demonstrations by cross-entropy (AdamW, warm-up and cosine decay).
 
     Args:
-      config: of the transformer.
+      model: where to begin.
       demonstrations: the data.
       num_steps: gradient steps.
       learning_rate: the highest.
-      seed: of the initialisation.
       report: called with every step and its loss.
 
     Returns:
       The parameters.
     """
-    graph, params = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+    params = model.params
     schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, num_steps // 20 + 1, num_steps)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     optimizer_state = optimizer.init(params)

@@ -101,7 +101,7 @@ class Learner:
         """
         step, start = int(state.step), time.monotonic()
         description = describe(episodes, step)
-        episodes = [episode for episode in episodes if episode.tokens]  # none where the environment failed at once
+        episodes = started(episodes)
         batch, slots = self._pack(episodes)
         judged = self.evaluate(state, batch)
         if "privileged" in self.algorithm.needs:
@@ -121,7 +121,7 @@ class Learner:
 
     def explained_variance(self, state: TrainState, episodes: Sequence[Episode]) -> float:
         """What the critic explains of the returns of episodes that it was not trained on."""
-        batch, _ = self._pack(episodes)
+        batch, _ = self._pack(started(episodes))
         judged = self.evaluate(state, batch)
         returns = self.targets(batch, judged).returns
         return float(kernels.explained_variance(judged.values, returns, batch.action_mask))
@@ -177,6 +177,11 @@ class Learner:
             epsilon_low=0.2,
             epsilon_high=0.2,
         )
+
+
+def started(episodes: Sequence[Episode]) -> list[Episode]:
+    """The episodes that hold anything: one whose environment failed at its reset has no token."""
+    return [episode for episode in episodes if episode.tokens]
 
 
 def informative(group: Sequence[Episode]) -> bool:

@@ -3,9 +3,8 @@
 import contextlib
 import json
 import logging
-import types
+from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -20,7 +19,6 @@ from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.learner import Learner, Settings, describe, informative, learn
 from mpo_jax.training.metrics import MetricsLog, read_metrics
-from mpo_jax.training.step import TrainState
 from training import runs
 
 GOOD, BAD = 50, 90
@@ -152,6 +150,11 @@ def test_privileged_algorithms_need_guidance():
 # The order of a run, with a learner and surroundings that only write down what happens.
 
 
+def play(what, **attributes):
+    """Something that passes for an object of a class, and has these attributes."""
+    return mock.Mock(spec=what, **attributes)
+
+
 class Diary:
     """Plays everything that `learn` needs; batches become ready after `delay` waits."""
 
@@ -163,7 +166,7 @@ class Diary:
             evaluate_every=evaluate_every,
         )
         self.events, self.delay, self.ready, self.stop_at = [], delay, 0, stop_at
-        self.learner = types.SimpleNamespace(settings=self.settings, take=self.take, update=self.update)
+        self.learner = play(Learner, settings=self.settings, take=self.take, update=self.update)
 
     def note(self, what, step=None):
         self.events.append(what if step is None else f"{what} {step}")
@@ -188,21 +191,13 @@ class Diary:
         return self.stop_at is not None and self.stop_at in self.events
 
     def run(self, step=0):
-        state = TrainState(
-            step=jnp.int32(step),
-            policy=jax.tree.map(jnp.array, runs.model().params),
-            critic=None,
-            reference=None,
-            policy_optimizer=None,
-            critic_optimizer=None,
-            skipped=jnp.int32(0),
-        )
-        surroundings = {
-            "store": types.SimpleNamespace(rewind=lambda s: self.note("rewind", s), pending=lambda: 0),
-            "published": types.SimpleNamespace(publish=lambda params, version: self.note("publish", version)),
-            "checkpoints": types.SimpleNamespace(save=lambda s, state: self.note(f"save {int(state.step)} as", s)),
-            "metrics_log": types.SimpleNamespace(write=lambda s, metrics: self.note("write", s)),
-        }
+        state = runs.fresh_state("gspo").replace(step=jnp.int32(step))
+        surroundings = [
+            play(EpisodeStore, rewind=lambda s: self.note("rewind", s), pending=lambda: 0),
+            play(PublishedWeights, publish=lambda params, version: self.note("publish", version)),
+            play(Checkpoints, save=lambda s, state: self.note(f"save {int(state.step)} as", s)),
+            play(MetricsLog, write=lambda s, metrics: self.note("write", s)),
+        ]
 
         def evaluate(state):
             self.note("evaluate", int(state.step))
@@ -211,7 +206,7 @@ class Diary:
         return learn(
             self.learner,
             state,
-            *surroundings.values(),
+            *surroundings,
             wait=self.wait,
             evaluate=evaluate,
             should_stop=self.should_stop,
