@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -18,7 +18,7 @@ from mpo_jax.environments.questions import SPLITS, Question, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.models.pretrained import Pretrained, critic_params
 from mpo_jax.models.transformer import Critic, Transformer
-from mpo_jax.rollout.agent import Limits, run_episodes
+from mpo_jax.rollout.agent import Job, Limits, run_episodes
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
@@ -199,6 +199,10 @@ def make_evaluate(
 
 def play(rollout: Rollout, num_groups: int) -> list[Episode]:
     """The episodes of the first groups, in order, without a store."""
-    jobs = [job for group_id in range(num_groups) for job in rollout.jobs(group_id)]
-    environment = (rollout.engine, rollout.tokenizer, rollout.make_environment)
-    return sorted(run_episodes(*environment, jobs, limits=rollout.limits), key=lambda episode: episode.episode_id)
+    return play_jobs(rollout, (job for group_id in range(num_groups) for job in rollout.jobs(group_id)))
+
+
+def play_jobs(rollout: Rollout, jobs: Iterable[Job]) -> list[Episode]:
+    """The episodes of some jobs, by their ids, without a store."""
+    episodes = run_episodes(rollout.engine, rollout.tokenizer, rollout.make_environment, jobs, limits=rollout.limits)
+    return sorted(episodes, key=lambda episode: episode.episode_id)

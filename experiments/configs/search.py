@@ -26,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.microbatches = 1
     config.row_tokens = 384
     config.row_sequences = 8
-    config.row_multiple = 8
+    config.row_multiple = 16
     config.value_pretraining_steps = 4
 
     config.learning_rate = 5e-4

@@ -48,6 +48,7 @@ def variance_share(
     Returns:
       turn_variance_share: median over trajectories of between/(between + within); NaN if none varies.
       between_exceeds_within: share of those trajectories whose between-turn variance is the larger.
+      value_variance_between, value_variance_within: their means over those trajectories.
     """
     between, within = jax.vmap(value_variance)(values, action_mask, turn_ids, sequence_ids)
     total = between + within
@@ -56,6 +57,8 @@ def variance_share(
     return {
         "turn_variance_share": jnp.nanmedian(share),
         "between_exceeds_within": masked_mean(between > within, varies),
+        "value_variance_between": masked_mean(between, varies),
+        "value_variance_within": masked_mean(within, varies),
     }
 
 

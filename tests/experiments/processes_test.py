@@ -18,7 +18,7 @@ from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
-PATIENCE = 240  # seconds until a step that should take a few is given up, on a machine that may be busy
+PATIENCE = 600  # seconds until a step that should take a few is given up, on a machine that may be busy
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_any_process_may_be_killed_and_the_same_command_goes_on(tmp_path, enviro
         killed = time.monotonic()
         assert learner.wait(60) not in (0, -signal.SIGKILL)
         assert time.monotonic() - killed < 30
-        (error,) = [line for line in run.log().splitlines() if "RuntimeError" in line]
+        (error,) = [line for line in run.log().splitlines() if line.startswith("RuntimeError: ")]
         assert f"the rollout worker ended with code -9; see {run.workdir / 'rollout.log'}" in error
         seen = run.steps()
         assert seen == list(range(len(seen)))
