@@ -151,9 +151,11 @@ def claim_workdir(workdir: Path, config: ml_collections.ConfigDict) -> None:
     path, mine = workdir / "config.json", json.loads(config.to_json())
     if not path.exists():
         workdir.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(mine, indent=2) + "\n")
+        beside = path.with_suffix(".new")
+        beside.write_text(json.dumps(mine, indent=2) + "\n")
+        beside.replace(path)
         return
-    theirs = json.loads(path.read_text())
+    theirs = json.loads(read_config(workdir).to_json())
     for key in sorted(mine.keys() | theirs.keys()):
         if key != "num_steps" and mine.get(key) != theirs.get(key):
             raise ValueError(

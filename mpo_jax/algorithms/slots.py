@@ -88,7 +88,13 @@ def ratio(
 
 
 def clip(epsilon_low: float, epsilon_high: float, dual_clip: float | None = None) -> Callable[[Array, Array], Array]:
-    """Clipped surrogate."""
+    """Clipped surrogate.
+
+    Raises:
+      ValueError: a dual-clip constant that would cut ratios which are not clipped yet.
+    """
+    if dual_clip is not None and not dual_clip > 1.0 + epsilon_high:
+        raise ValueError(f"dual_clip is {dual_clip}, expected more than 1 + epsilon_high = {1.0 + epsilon_high}")
     bounds = {"epsilon_low": epsilon_low, "epsilon_high": epsilon_high, "dual_clip": dual_clip}
     return functools.partial(kernels.clipped_surrogate, **bounds)
 

@@ -21,13 +21,16 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike, *, keep: int = 2):
         self.folder = Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        # The handler is named, lest the manager guess it from a damaged newest step.
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handler)
 
     def save(self, step: int, state: Any) -> None:
-        """Saves a state as of after `step` steps; one of the same step is replaced."""
-        if step in self._manager.all_steps():
-            self._manager.delete(step)
-        self._manager.save(step, args=ocp.args.StandardSave(state))
+        """Saves a state as of after `step` steps; later ones, which a resumed run did not use, make way for it."""
+        for other in self._manager.all_steps():
+            if other >= step:
+                self._manager.delete(other)
+        self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
         self._manager.wait_until_finished()
 
     def restore(self, like: Any) -> tuple[int, Any] | None:

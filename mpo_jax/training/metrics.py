@@ -15,7 +15,9 @@ class MetricsLog:
     def __init__(self, folder: Path, *, total_steps: int, first_step: int = 0, quiet: bool = False):
         self.path = folder / "metrics.jsonl"
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        beside = self.path.with_suffix(".new")
+        beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        beside.replace(self.path)  # so that a kill at this moment loses nothing
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=quiet, dynamic_ncols=True)
@@ -26,8 +28,9 @@ class MetricsLog:
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()
-        for name, value in row.items():
-            self._board.add_scalar(name, value, step)
+        for name, value in finite.items():
+            if value is not None:
+                self._board.add_scalar(name, value, step)
         shown = ("success", "return", "entropy", "tokens_per_second")
         self._bar.set_postfix_str(" ".join(f"{name}={row[name]:.3g}" for name in shown if name in row))
         self._bar.update(step + 1 - self._bar.n)
@@ -39,7 +42,7 @@ class MetricsLog:
         self._bar.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, float | None]]:
+def read_metrics(path: Path) -> list[dict[str, int | float | None]]:
     """The rows of a `metrics.jsonl`, the last of which may have been cut off by a kill."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():

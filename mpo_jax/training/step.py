@@ -143,13 +143,13 @@ def make_train_step(
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
 
     def gradient_step(objective, optimizer, params, optimizer_state, data):
-        """One update of one model, or none where its loss or gradient is not finite."""
+        """One update of one model; none where its loss or gradient is not finite, or where there is no gradient."""
         loss, metrics, grads = accumulate(objective, params, data, num_microbatches)
         norm = optax.global_norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_state = optimizer.update(grads, optimizer_state, params)
         new = (optax.apply_updates(params, updates), new_state)
-        kept = jax.tree.map(functools.partial(jnp.where, finite), new, (params, optimizer_state))
+        kept = jax.tree.map(functools.partial(jnp.where, finite & (norm > 0)), new, (params, optimizer_state))
         return *kept, ~finite, metrics | {"grad_norm": norm}
 
     def step_policy(state: TrainState, data: tuple) -> tuple[TrainState, Metrics]:
