@@ -45,6 +45,22 @@ def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
     return algorithms.from_config(config.algorithm, **section)
 
 
+def settle_groups(config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm) -> None:
+    """Fills in the sizes of groups that were left to the algorithm.
+
+    Raises:
+      ValueError: groups of one for an algorithm that compares the episodes of a group.
+    """
+    if config.group_size is None:
+        config.group_size = algorithm.group_size
+    if algorithm.group_size > 1 and config.group_size < 2:
+        raise ValueError(f"group_size={config.group_size}: {algorithm.name} compares the episodes of a group")
+    if config.groups_per_step is None:
+        config.groups_per_step = max(config.episodes_per_step // config.group_size, 1)
+    if config.max_pending_groups is None:
+        config.max_pending_groups = 2 * config.groups_per_step
+
+
 def make_settings(config: ml_collections.ConfigDict) -> Settings:
     """How the run is divided.
 

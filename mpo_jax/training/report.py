@@ -43,7 +43,7 @@ def write_report(folder: Path, *, finished: bool) -> str:
     return _table(summary, folder)
 
 
-def _draw(points: list[tuple[int, float, float]], path: Path) -> None:
+def _draw(points: list[tuple[float, float, float]], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     for index, label in enumerate(_CURVES.values(), start=1):
         axes.plot([p[0] for p in points], [p[index] for p in points], marker="o", label=label)
