@@ -15,6 +15,7 @@ from flax import nnx
 
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS, Question, questions
+from mpo_jax.environments.renaming import RenamedEnvironment, new_names
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.models.pretrained import Pretrained, critic_params
 from mpo_jax.models.transformer import Critic, Transformer
@@ -132,7 +133,7 @@ def make_rollout(
     return Rollout(
         engine=engine,
         tokenizer=model.tokenizer,
-        make_environment=lambda: SearchEnvironment(turn_limit=config.turn_limit),
+        make_environment=lambda: RenamedEnvironment(SearchEnvironment(turn_limit=config.turn_limit)),
         task_stream=task_stream,
         group_size=group_size,
         seed=seed,
@@ -140,14 +141,15 @@ def make_rollout(
     )
 
 
-def training_tasks(seed: int) -> Callable[[int], dict]:
-    """Group index to a training question: shuffled anew each time all have been asked."""
+def training_tasks(config: ml_collections.ConfigDict) -> Callable[[int], dict]:
+    """Group index to a training question, shuffled anew each time all have been asked; some over made-up names."""
     pool = questions("train")
 
     def task(group_id: int) -> dict:
         round_, place = divmod(group_id, len(pool))
-        order = random.Random(f"{seed} {round_}").sample(range(len(pool)), len(pool))
-        return {"question": pool[order[place]]}
+        order = random.Random(f"{config.seed} {round_}").sample(range(len(pool)), len(pool))
+        question, rng = pool[order[place]], random.Random(f"{config.seed} names {group_id}")
+        return {"question": question, "rename": new_names(question, rng) if rng.random() < config.renaming else {}}
 
     return task
 

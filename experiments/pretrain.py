@@ -36,6 +36,7 @@ HEADS = flags.DEFINE_integer("heads", 4, "Query heads; half as many for keys.")
 HEAD_DIM = flags.DEFINE_integer("head_dim", 32, "Of one head.")
 NOISE = flags.DEFINE_float("noise", 0.3, "Probability of a mistake of the scripted policy.")
 RENAMING = flags.DEFINE_float("renaming", 0.6, "Share of demonstrations over made-up names.")
+COPYING = flags.DEFINE_float("copying", 0.1, "Share of sequences that only repeat ids, once copying is learnt.")
 INIT = flags.DEFINE_string("init", None, "Folder to go on from: its shape, tokenizer and weights; copying is learnt.")
 SEED = flags.DEFINE_integer("seed", 0, "Of data and initialisation.")
 
@@ -44,7 +45,7 @@ def main(_):
     parts.keep_freed_memory()
     start = time.monotonic()
     model = load(INIT.value) if INIT.value else new_model()
-    curriculum = Curriculum(noise=NOISE.value, renaming=RENAMING.value)
+    curriculum = Curriculum(noise=NOISE.value, renaming=RENAMING.value, copying=COPYING.value)
     data = Demonstrations(model.tokenizer, curriculum, rows=ROWS.value, row_tokens=ROW_TOKENS.value, seed=SEED.value)
     if INIT.value:
         data.difficulty = 1.0

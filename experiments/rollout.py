@@ -26,7 +26,7 @@ def main(_):
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     model = pretrained.load(config.model)
-    tasks = parts.training_tasks(config.seed)
+    tasks = parts.training_tasks(config)
     rollout = parts.make_rollout(config, model, tasks, group_size=config.group_size, seed=config.seed)
     store = EpisodeStore(workdir / "episodes.sqlite")
     with stop_on_signals() as should_stop:

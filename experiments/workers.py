@@ -62,7 +62,7 @@ class InlineWorker:
         published: PublishedWeights,
     ):
         self.groups_per_step, self.model, self.store, self.published = config.groups_per_step, model, store, published
-        tasks = parts.training_tasks(config.seed)
+        tasks = parts.training_tasks(config)
         self.rollout = parts.make_rollout(config, model, tasks, group_size=config.group_size, seed=config.seed)
 
     def __enter__(self) -> "InlineWorker":

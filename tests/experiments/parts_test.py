@@ -143,12 +143,32 @@ def test_corrupt_weights_are_named_and_the_older_ones_used(tmp_path, caplog):
 
 
 def test_tasks_are_a_stream_that_asks_everything_before_it_repeats():
-    tasks = parts.training_tasks(0)
+    stream = lambda seed: parts.training_tasks(runs.config(seed=seed))  # noqa: E731
+    tasks = stream(0)
     pool = len(parts.questions("train"))
     asked = [id(tasks(i)["question"]) for i in range(pool)]
     assert len(set(asked)) == pool
-    assert [tasks(i) for i in (3, pool + 3)] == [parts.training_tasks(0)(i) for i in (3, pool + 3)]
-    assert [tasks(i) for i in range(20)] != [parts.training_tasks(1)(i) for i in range(20)]
+    assert [tasks(i) for i in (3, pool + 3)] == [stream(0)(i) for i in (3, pool + 3)]
+    assert [tasks(i) for i in range(20)] != [stream(1)(i) for i in range(20)]
+
+
+def test_half_of_the_tasks_are_over_made_up_names():
+    tasks = parts.training_tasks(runs.config())
+    share = sum(bool(tasks(i)["rename"]) for i in range(400)) / 400
+    assert abs(share - 0.5) < 0.1  # four standard errors of 0.025
+
+
+@pytest.mark.parametrize(("name", "size"), [("mpo", 1), ("grpo", 8), ("dapo", 16)])
+def test_groups_are_settled_by_the_algorithm(name, size):
+    config = runs.config(algorithm=name, group_size=None, groups_per_step=None, max_pending_groups=None)
+    parts.settle_groups(config, parts.make_algorithm(config))
+    assert (config.group_size, config.groups_per_step, config.max_pending_groups) == (size, 128 // size, 256 // size)
+
+
+def test_groups_of_one_are_refused_where_they_are_compared():
+    config = runs.config(algorithm="grpo", group_size=1)
+    with pytest.raises(ValueError, match="group_size=1: grpo compares"):
+        parts.settle_groups(config, parts.make_algorithm(config))
 
 
 def test_fixed_questions_are_fixed():
