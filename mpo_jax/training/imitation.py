@@ -104,22 +104,18 @@ class Demonstrations:
         """Random ids, then random stretches of them again; all but the first id of a stretch can be foretold.
 
         From 4 to 9 of the first 128 ids in 32 tokens, where copying heads form within some hundred steps, to 48 of all
-        in 128: there a small model would first have to learn which of very many tokens to look at. In the end half of
-        the sources repeat few ids, as names share their syllables: one token before does not tell the place then, two
-        mostly do.
+        in 128: there a small model would first have to learn which of very many tokens to look at.
         """
-        difficulty, rng = self.difficulty, self.rng
+        difficulty = self.difficulty
         first, vocab = len(SPECIALS), self.tokenizer.vocab_size
         pool = range(first, int(128 + difficulty * (vocab - 128)))
-        size = rng.randint(4, 9 + int(39 * difficulty))
-        repeats = difficulty == 1 and rng.random() < 0.5
-        source = rng.choices(rng.sample(pool, max(4, size // 2)), k=size) if repeats else rng.sample(pool, size)
-        ids, mask, length, unknown = list(source), [False] * len(source), 32 + int(96 * difficulty), 1 + repeats
+        source = self.rng.sample(pool, self.rng.randint(4, 9 + int(39 * difficulty)))
+        ids, mask, length = list(source), [False] * len(source), 32 + int(96 * difficulty)
         while len(ids) < length:
-            start = rng.randrange(len(source) - 2)
-            stretch = source[start : start + rng.randint(3, 12)]
+            start = self.rng.randrange(len(source) - 2)
+            stretch = source[start : start + self.rng.randint(3, 12)]
             ids += stretch
-            mask += [False] * unknown + [True] * (len(stretch) - unknown)
+            mask += [False] + [True] * (len(stretch) - 1)
         return ids[:length], mask[:length]
 
     def _demonstration(self) -> tuple[list[int], list[bool]]:

@@ -24,7 +24,7 @@ def write_report(folder: Path, *, finished: bool) -> str:
       A table for the terminal, which says where everything lies.
     """
     rows = read_metrics(folder / "metrics.jsonl")
-    episodes, points = 0, []
+    episodes, points = 0.0, []
     for row in rows:
         if "success_train" in row:  # measured before the row's batch was trained on
             points.append((episodes, row["success_train"], row["success_held_out"]))

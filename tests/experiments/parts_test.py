@@ -152,8 +152,8 @@ def test_tasks_are_a_stream_that_asks_everything_before_it_repeats():
     assert [tasks(i) for i in range(20)] != [stream(1)(i) for i in range(20)]
 
 
-def test_half_of_the_tasks_are_over_made_up_names():
-    tasks = parts.training_tasks(runs.config())
+def test_a_share_of_the_tasks_is_over_made_up_names():
+    tasks = parts.training_tasks(runs.config(renaming=0.5))
     share = sum(bool(tasks(i)["rename"]) for i in range(400)) / 400
     assert abs(share - 0.5) < 0.1  # four standard errors of 0.025
 

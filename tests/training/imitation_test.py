@@ -6,11 +6,13 @@ import random
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from mpo_jax.environments.demonstrations import demonstrate
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
-from mpo_jax.models.transformer import TransformerConfig
+from mpo_jax.models.pretrained import Pretrained
+from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 from mpo_jax.types import PADDING
 from training import runs
@@ -127,13 +129,13 @@ CONFIG = TransformerConfig(
 
 def train(seed, num_steps, difficulty, learning_rate=2e-2):
     losses = []
+    params = nnx.state(Transformer(CONFIG, rngs=nnx.Rngs(seed)))
     data = make(seed, row_tokens=192, difficulty=difficulty)
     params = imitate(
-        CONFIG,
+        Pretrained(config=CONFIG, params=params, tokenizer=runs.model().tokenizer),
         data,
         num_steps=num_steps,
         learning_rate=learning_rate,
-        seed=seed,
         report=lambda step, loss: losses.append((step, float(loss))),
     )
     assert [step for step, _ in losses] == list(range(num_steps))
