@@ -19,6 +19,7 @@ from mpo_jax.store.episode import Episode, InvalidEpisode, decode, encode
 _APPLICATION_ID = 0x4D504F31  # "MPO1" in the file's header
 _SCHEMA_VERSION = 1
 _BUSY_SECONDS = 60.0
+_UNINFORMATIVE = "nothing to learn from"  # dynamic sampling at work: no reason to warn
 _SCHEMA = (
     # oldest_version: of the weights that sampled any turn. step: the learner step that took the group, NULL = waiting.
     # dropped = 1: passed over at that step (too old, or no readable record).
@@ -229,7 +230,7 @@ class EpisodeStore:
                 if not group:
                     self._mark([group_id], step, "without one readable episode")
                 elif dropped < max_dropped and not keep(group):
-                    self._mark([group_id], step, "nothing to learn from")
+                    self._mark([group_id], step, _UNINFORMATIVE)
                     dropped += 1
                 else:
                     groups[group_id] = group
@@ -240,7 +241,8 @@ class EpisodeStore:
 
     def _mark(self, group_ids: Sequence[int], step: int, dropped_because: str = "") -> None:
         if group_ids and dropped_because:
-            log.info("%s: step %d passes over groups %s: %s", self.path, step, group_ids, dropped_because)
+            level = logging.INFO if dropped_because == _UNINFORMATIVE else logging.WARNING
+            log.log(level, "%s: step %d passes over groups %s: %s", self.path, step, group_ids, dropped_because)
         rows = [(step, bool(dropped_because), group_id) for group_id in group_ids]
         self._db.executemany("UPDATE groups SET step = ?, dropped = ? WHERE group_id = ?", rows)
 

@@ -33,7 +33,7 @@ class MetricsLog:
                 self._board.add_scalar(name, value, step)
         shown = ("success", "return", "entropy", "tokens_per_second")
         self._bar.set_postfix_str(" ".join(f"{name}={row[name]:.3g}" for name in shown if name in row))
-        self._bar.update(step + 1 - self._bar.n)
+        self._bar.update(min(step + 1, self._bar.total) - self._bar.n)
 
     def close(self) -> None:
         """Flushes everything."""

@@ -49,7 +49,7 @@ def _draw(points: list[tuple[float, float, float]], path: Path) -> None:
         axes.plot([p[0] for p in points], [p[index] for p in points], marker="o", label=label)
     axes.set(xlabel="episodes trained on", ylabel="success", ylim=(0, 1))
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left")
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
