@@ -83,7 +83,13 @@ def make_models(model: Pretrained) -> Models:
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
-    """Adam with clipping by global norm, at a rate for the policy and one for the critic."""
+    """Adam with clipping by global norm, at a rate for the policy and one for the critic.
+
+    Raises:
+      ValueError: a norm to clip to that is not positive.
+    """
+    if not config.max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm is {config.max_grad_norm}, expected a positive number")
 
     def adam(rate: float) -> optax.GradientTransformation:
         return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, b2=config.adam_b2))

@@ -61,7 +61,7 @@ def test_config_flags_exist_and_take_the_value(key, value):
     config = get_config()
     for section in sections:
         config = config[section]
-    kind = type(config[name])
+    kind = config.get_type(name)
     assert kind is str or isinstance({"True": True, "False": False}.get(value) if kind is bool else kind(value), kind)
 
 

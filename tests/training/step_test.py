@@ -186,12 +186,13 @@ def test_a_batch_without_an_action_changes_no_parameter(algorithm):
     assert int(state.skipped) == 0 and all(np.isfinite(float(x)) for x in metrics.values())
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 1.0])
-def test_clipping_zero_gradients_to_any_norm_gives_zero(max_norm):
+def test_bug_154_clipping_zero_gradients_gives_zero_and_a_norm_of_zero_is_refused():
     """BUG-154: the optimiser that the programs use."""
     from experiments import parts
 
-    optimizer = parts.make_optimizers(runs.config(max_grad_norm=max_norm)).policy
+    with pytest.raises(ValueError, match=r"max_grad_norm is 0\.0"):
+        parts.make_optimizers(runs.config(max_grad_norm=0.0))
+    optimizer = parts.make_optimizers(runs.config(max_grad_norm=1.0)).policy
     params = {"w": jnp.ones(3)}
     updates, _ = optimizer.update({"w": jnp.zeros(3)}, optimizer.init(params), params)
     assert not np.asarray(updates["w"]).any()
