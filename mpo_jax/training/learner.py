@@ -114,7 +114,8 @@ class Learner:
             state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
             totals.append(metrics)
         metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
-        metrics |= self.diagnose(state, batch, judged, targets, part, part_targets)
+        # The step's own clip fraction, which knows the algorithm's bounds, has the last word.
+        metrics = self.diagnose(state, batch, judged, targets, part, part_targets) | metrics
         metrics |= description | {"fill": fill(batch), "rows": len(batch.tokens)}
         metrics |= {"seconds_evaluate": evaluated - start, "seconds_step": time.monotonic() - evaluated}
         return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
@@ -155,7 +156,11 @@ class Learner:
         part: Trajectories,
         part_targets: Targets,
     ) -> dict[str, jax.Array]:
-        """Metrics of the batch as it came, and of the ratio on the last minibatch after its update."""
+        """Metrics of the batch as it came, and of the ratio on the last minibatch after its update.
+
+        By turn length, `clip_fraction` and `gradient_removed` are of the bounds ±0.2 for every algorithm, so that runs
+        can be compared.
+        """
         mask = batch.action_mask
         found = {
             "entropy": masked_mean(judged.entropy, mask),
