@@ -16,17 +16,21 @@ test test-fast: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-test.txt
 	touch $@
 
+.venv-peers/.installed: requirements-peers.txt | .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target .venv-peers -r $<
+	touch $@
+
 train: .venv/.installed  ## trains the quick-start agent; writes to runs/quickstart
 	$(BIN)/python -m experiments.train $(TRAIN_FLAGS)
 
-test: .venv/.installed  ## the whole suite
+test: .venv/.installed .venv-peers/.installed  ## the whole suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-fast: .venv/.installed  ## without the tests marked slow
+test-fast: .venv/.installed .venv-peers/.installed  ## without the tests marked slow
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv .venv-peers runs

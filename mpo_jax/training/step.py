@@ -145,7 +145,7 @@ def make_train_step(
     def gradient_step(objective, optimizer, params, optimizer_state, data):
         """One update of one model; none where its loss or gradient is not finite, or where there is no gradient."""
         loss, metrics, grads = accumulate(objective, params, data, num_microbatches)
-        norm = optax.global_norm(grads)
+        norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, new_state = optimizer.update(grads, optimizer_state, params)
         new = (optax.apply_updates(params, updates), new_state)
