@@ -1,6 +1,11 @@
-r"""pass@1 … pass@k on questions about held-out countries: a run's policy, the warm start, and the scripted policy.
+r"""How good a policy is, or how good the episodes of a file are.
 
     python -m experiments.evaluate --workdir=runs/quickstart
+    python -m experiments.evaluate --episodes=results.json --format=tau_bench --output=runs/evaluation
+
+With a run: pass@1 … pass@k on questions about held-out countries, of its policy, the warm start and the scripted one.
+With a file: pass@k and pass^k; best-of-n, AUROC, rank correlation, risk-coverage and calibration of every score that
+the file has, and of those that `experiments.score` wrote (`--scores`).
 """
 
 import json
@@ -16,9 +21,15 @@ from mpo_jax.environments.questions import Question
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 from mpo_jax.models import pretrained, weights
+from mpo_jax.scoring import readers, report
 from mpo_jax.store.weights import PublishedWeights
 
-WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.")
+EPISODES = flags.DEFINE_string("episodes", None, "File of episodes, in place of a run.")
+FORMAT = flags.DEFINE_enum("format", "messages", list(readers.FORMATS), "Of that file.")
+SCORES = flags.DEFINE_string("scores", None, "Table of the episodes' scores (.parquet, .csv, .jsonl).")
+THRESHOLD = flags.DEFINE_float("threshold", None, "Lowest reward that is a success; |reward - 1| <= 1e-6 without it.")
+OUTPUT = flags.DEFINE_string("output", None, "Folder for evaluation.json and evaluation.png.")
 SPLIT = flags.DEFINE_enum("split", "held_out", ["train", "held_out"], "Which questions.")
 QUESTIONS = flags.DEFINE_integer("questions", 128, "How many of them.", lower_bound=1)
 SAMPLES = flags.DEFINE_integer("samples", 16, "Episodes a question; the largest k.", lower_bound=1)
@@ -52,6 +63,12 @@ def rates(successes: np.ndarray) -> dict[str, list[float]]:
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
+    if EPISODES.value:
+        summary = report.evaluate(
+            EPISODES.value, FORMAT.value, scores=SCORES.value, threshold=THRESHOLD.value, output=OUTPUT.value
+        )
+        print(json.dumps(summary, allow_nan=False) if JSON.value else report.table(summary))
+        return
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
@@ -76,6 +93,12 @@ def main(_):
     for name, row in table.items():
         print(f"{name:22}" + "  ".join(f"{k} {m:.3f} [{low:.3f}, {high:.3f}]" for k, (m, low, high) in row.items()))
 
+
+flags.register_multi_flags_validator(
+    ["workdir", "episodes"],
+    lambda given: bool(given["workdir"]) != bool(given["episodes"]),
+    message="give one of --workdir and --episodes",
+)
 
 if __name__ == "__main__":
     app.run(main)

@@ -1,0 +1,40 @@
+r"""Names the step that made each failed episode of Who&When fail, and says how often that is the labelled one.
+
+    python -m experiments.attribute --data=who_and_when --split=Hand-Crafted --rule=first
+    python -m experiments.attribute --data=who_and_when --split=Hand-Crafted --rule=min_cumulative --scores=hand.csv
+
+The second one takes the steps' scores from a table of `experiments.score --format=who_and_when`.
+"""
+
+import json
+
+from absl import app, flags, logging
+
+from mpo_jax.scoring.attribution import RULES, SPLITS, attribute
+
+DATA = flags.DEFINE_string("data", None, "Folder that holds a folder for each split.", required=True)
+SPLIT = flags.DEFINE_enum("split", None, SPLITS, "Which episodes.", required=True)
+RULE = flags.DEFINE_enum("rule", None, list(RULES), "How the step is chosen.", required=True)
+SCORES = flags.DEFINE_string("scores", None, "Table of the steps' scores (.parquet, .csv, .jsonl).")
+COLUMN = flags.DEFINE_string("column", None, "Of that table; the rule's own (score, mean_logprob) without it.")
+SEED = flags.DEFINE_integer("seed", 0, "Of the rule `random`.")
+JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+    found = attribute(DATA.value, SPLIT.value, RULE.value, scores=SCORES.value, column=COLUMN.value, seed=SEED.value)
+    if JSON.value:
+        print(json.dumps(found))
+        return
+    print(f"{found['split']}, {found['rule']}: {found['files']} files")
+    for kind in ("unreadable", "unscored"):
+        for line in found[kind]:
+            print(f"{kind}, counted as wrong: {line}")
+    print(f"{'matching':12}{'agent':>8}{'step':>8}")
+    for matching in ("exact", "benchmark"):
+        print(f"{matching:12}{found[matching]['agent']:8.3f}{found[matching]['step']:8.3f}")
+
+
+if __name__ == "__main__":
+    app.run(main)
