@@ -16,6 +16,7 @@ FLOORS = {
     "mpo_jax.environments": 3,
     "mpo_jax.training": 4,
     "mpo_jax.rollout": 4,
+    "mpo_jax.viewer": 4,
     "mpo_jax.scoring": 4,
     "experiments": 5,
 }

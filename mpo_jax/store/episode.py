@@ -7,15 +7,20 @@ import msgspec
 import numpy as np
 
 LOGPROB_TOLERANCE = 1e-4  # engines round: a log-probability may come out a little above 0
+MAX_RECORD_BYTES = 2**26  # 64 MiB: some four million tokens; no episode is that long, but a hostile record may be
+RECORD_VERSION = 1  # another number is another meaning of the fields, and is refused
 _INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = float(np.finfo(np.float32).max)  # what is finite in a record must be so in a batch
 
 
 class InvalidEpisode(ValueError):
     """A record that no learner may train on; the message names the field, its size and what was expected."""
 
 
-class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=RECORD_VERSION):
     """One finished episode of n tokens and m turns, token-in token-out. One that failed before it acted has none.
+
+    Encoded, it also has a `record`, the version of this layout; a record without one is of version 1.
 
     Attributes:
       episode_id: unique in its store.
@@ -49,7 +54,7 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     metadata: dict[str, str | int | float | bool | list[str]] = {}
 
 
-def validate(episode: Episode) -> None:
+def validate(episode: Episode, vocab_size: int | None = None) -> None:
     """Checks that the record's lists agree with each other and hold what their names say.
 
     A NaN reward passes: it masks its own episode and is counted later. A non-finite log-probability of a sampled
@@ -57,10 +62,13 @@ def validate(episode: Episode) -> None:
 
     Args:
       episode: of n tokens and m turns.
+      vocab_size: ids from it on are refused; None where the model is not known.
 
     Raises:
       InvalidEpisode: naming the first field that is wrong, its length, where, and what was expected.
     """
+    if not 0 <= episode.group_id <= _INT32_MAX:
+        raise InvalidEpisode(f"episode {episode.episode_id!r}: group_id is {episode.group_id}, expected an index")
     n, m = len(episode.tokens), len(episode.rewards)
     sizes = {
         "action_mask": (episode.action_mask, n, "token"),
@@ -76,7 +84,7 @@ def validate(episode: Episode) -> None:
                 f"episode {episode.episode_id!r}: {field} has length {len(values)}, expected {size} (one a {unit})"
             )
     try:
-        for field, wrong, expected in _rules(episode):
+        for field, wrong, expected in _rules(episode, vocab_size or _INT32_MAX + 1):
             if wrong.any():
                 raise InvalidEpisode(
                     f"episode {episode.episode_id!r}: {field} of length {len(wrong)} is wrong at index "
@@ -86,14 +94,15 @@ def validate(episode: Episode) -> None:
         raise InvalidEpisode(f"episode {episode.episode_id!r}: {error}") from error
 
 
-def _rules(episode: Episode) -> Iterator[tuple[str, np.ndarray, str]]:
+def _rules(episode: Episode, vocab_size: int) -> Iterator[tuple[str, np.ndarray, str]]:
     """Yields (field, where it is broken, what was expected); each rule may rely on the ones before it."""
     tokens, turn_ids = (np.asarray(ids, np.int64) for ids in (episode.tokens, episode.turn_ids))
     state_ids, versions = (np.asarray(ids, np.int64) for ids in (episode.state_ids, episode.versions))
     sampled, executed = (np.asarray(mask, bool) for mask in (episode.action_mask, episode.executable_mask))
     logprobs, num_turns = np.asarray(episode.logprobs, np.float64), len(episode.rewards)
 
-    for field, ids in (("tokens", tokens), ("state_ids", state_ids), ("versions", versions)):
+    yield "tokens", (tokens < 0) | (tokens >= vocab_size), f"ids in 0..{vocab_size - 1}"
+    for field, ids in (("state_ids", state_ids), ("versions", versions)):
         yield field, (ids < 0) | (ids > _INT32_MAX), f"ids in 0..{_INT32_MAX}"
     step = np.diff(turn_ids, prepend=-1)
     yield "turn_ids", (step < 0) | (step > 1) | (turn_ids < 0), "0, 1, 2, … without a gap, never decreasing"
@@ -101,7 +110,7 @@ def _rules(episode: Episode) -> Iterator[tuple[str, np.ndarray, str]]:
     actions = np.bincount(turn_ids[sampled], minlength=num_turns)
     yield "rewards", actions == 0, "a turn with at least one sampled token for each"
     yield "executable_mask", executed & ~sampled, "true on sampled tokens (action_mask) only"
-    yield "logprobs", sampled & ~np.isfinite(logprobs), "finite numbers on sampled tokens"
+    yield "logprobs", sampled & ~(np.abs(logprobs) < _FLOAT32_MAX), "finite numbers on sampled tokens"
     yield "logprobs", sampled & (logprobs > LOGPROB_TOLERANCE), "log-probabilities, at most 0, on sampled tokens"
     yield "logprobs", ~sampled & (logprobs != 0), "0 off the sampled tokens"
 
@@ -109,30 +118,41 @@ def _rules(episode: Episode) -> Iterator[tuple[str, np.ndarray, str]]:
 _decoder = msgspec.msgpack.Decoder(Episode)
 
 
-def encode(episode: Episode) -> bytes:
+def encode(episode: Episode, vocab_size: int | None = None) -> bytes:
     """Packs a valid episode as msgpack.
 
     Raises:
-      InvalidEpisode: the record does not hold together, or a field has another type (a numpy scalar, say).
+      InvalidEpisode: the record does not hold together, a field has another type (a numpy scalar, say), or it is
+        longer than `MAX_RECORD_BYTES`.
     """
-    validate(episode)
     try:
         record = msgspec.msgpack.encode(episode)
         _decoder.decode(record)  # structs do not check types when built: better refused here than by the reader
-    except (msgspec.MsgspecError, TypeError, OverflowError) as error:
+    except (msgspec.MsgspecError, TypeError, OverflowError, UnicodeError) as error:
         raise InvalidEpisode(f"episode {episode.episode_id!r}: {error}") from error
+    _check_size(record)
+    validate(episode, vocab_size)
     return record
 
 
-def decode(record: bytes) -> Episode:
+def decode(record: bytes, vocab_size: int | None = None) -> Episode:
     """Unpacks what `encode` packed, checking types and values.
 
     Raises:
-      InvalidEpisode: the bytes are damaged, of another schema, or the record does not hold together.
+      InvalidEpisode: the bytes are damaged, too many, of another schema or version, or the record does not hold
+        together.
     """
+    _check_size(record)
     try:
         episode = _decoder.decode(record)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise InvalidEpisode(f"a record of {len(record)} bytes is no episode: {error}") from error
-    validate(episode)
+        raise InvalidEpisode(
+            f"a record of {len(record)} bytes is no episode of record version {RECORD_VERSION}: {error}"
+        ) from error
+    validate(episode, vocab_size)
     return episode
+
+
+def _check_size(record: bytes) -> None:
+    if len(record) > MAX_RECORD_BYTES:
+        raise InvalidEpisode(f"a record of {len(record)} bytes is no episode: expected at most {MAX_RECORD_BYTES}")

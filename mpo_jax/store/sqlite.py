@@ -8,34 +8,15 @@ import contextlib
 import logging
 import os
 import sqlite3
-import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
 from mpo_jax.store.episode import Episode, InvalidEpisode, decode, encode
+from mpo_jax.store.schema import StoreError, connect
 
-_APPLICATION_ID = 0x4D504F31  # "MPO1" in the file's header
-_SCHEMA_VERSION = 1
-_BUSY_SECONDS = 60.0
 _UNINFORMATIVE = "nothing to learn from"  # dynamic sampling at work: no reason to warn
-_SCHEMA = (
-    # oldest_version: of the weights that sampled any turn. step: the learner step that took the group, NULL = waiting.
-    # dropped = 1: passed over at that step (too old, or no readable record).
-    """CREATE TABLE groups (group_id INTEGER PRIMARY KEY, oldest_version INTEGER NOT NULL, step INTEGER,
-       dropped INTEGER NOT NULL DEFAULT 0) STRICT""",
-    "CREATE INDEX groups_waiting ON groups (group_id) WHERE step IS NULL",
-    "CREATE INDEX groups_taken ON groups (group_id) WHERE step IS NOT NULL",
-    "CREATE INDEX groups_step ON groups (step)",
-    """CREATE TABLE episodes (group_id INTEGER NOT NULL, member INTEGER NOT NULL, checksum INTEGER NOT NULL,
-       record BLOB NOT NULL, PRIMARY KEY (group_id, member)) STRICT""",
-    """CREATE TABLE quarantined (group_id INTEGER NOT NULL, member INTEGER NOT NULL, reason TEXT NOT NULL,
-       record BLOB NOT NULL, PRIMARY KEY (group_id, member)) STRICT""",
-    "CREATE TABLE reservations (group_id INTEGER PRIMARY KEY, owner TEXT NOT NULL, expires REAL NOT NULL) STRICT",
-    f"PRAGMA application_id = {_APPLICATION_ID}",
-    f"PRAGMA user_version = {_SCHEMA_VERSION}",
-)
 # Only groups of the gapless run from 0 are ever taken, so a waiting one belongs to that run as long as every waiting
 # one so far has its predecessor stored.
 _WAITING = """
@@ -52,10 +33,6 @@ SELECT MIN(id) FROM (SELECT id FROM first UNION SELECT id + 1 FROM busy) WHERE i
 log = logging.getLogger(__name__)
 
 
-class StoreError(RuntimeError):
-    """The file is no episode store, is damaged, or cannot be used; the message names it."""
-
-
 class EpisodeStore:
     """Whole groups of episodes in one SQLite file, shared by processes (one object a thread).
 
@@ -64,34 +41,19 @@ class EpisodeStore:
     tear one), and what they held is produced or taken again: both are idempotent.
 
     Args:
-      path: the file; made if absent.
-      must_exist: refuse to make it (for readers).
+      path: the file; made if absent, and brought up to the current schema if older (see `schema`).
+      read_only: refuse to make it or to change anything in it.
+      vocab_size: token ids from it on are refused, when a group is added and when it is taken; None = not known.
 
     Raises:
-      StoreError: the file is absent and must exist, is no SQLite file, belongs to another program, or has another
-        schema version.
+      StoreError: the file is absent and only to be read, is no SQLite file, belongs to another program, or has a later
+        schema.
     """
 
-    def __init__(self, path: str | os.PathLike, *, must_exist: bool = False):
-        self.path = os.fspath(path)
-        if must_exist and not os.path.exists(self.path):
-            raise StoreError(f"{self.path}: no such episode store")
+    def __init__(self, path: str | os.PathLike, *, read_only: bool = False, vocab_size: int | None = None):
+        self.path, self.vocab_size = os.fspath(path), vocab_size
         with self._named_errors():
-            if not os.path.exists(self.path):
-                _create(self.path)
-            self._db = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
-        try:
-            self._check()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _check(self) -> None:
-        if self._number("PRAGMA application_id") != _APPLICATION_ID:
-            raise StoreError(f"{self.path}: empty or of another program, not an episode store")
-        if (version := self._number("PRAGMA user_version")) != _SCHEMA_VERSION:
-            raise StoreError(f"{self.path}: episode store of schema {version}, expected {_SCHEMA_VERSION}")
-        self._db.execute("PRAGMA synchronous = NORMAL")
+            self._db = connect(self.path, read_only=read_only)
 
     def close(self) -> None:
         """Closes the file; everything acknowledged is already in it."""
@@ -170,7 +132,7 @@ class EpisodeStore:
                 raise InvalidEpisode(
                     f"episode {episode.episode_id!r}: group_id is {episode.group_id}, expected {group_id}"
                 )
-        records = [encode(episode) for episode in episodes]
+        records = [encode(episode, self.vocab_size) for episode in episodes]
         oldest = min((version for episode in episodes for version in episode.versions), default=0)
         with self._transaction() as db:
             db.execute("DELETE FROM reservations WHERE group_id = ?", (group_id,))
@@ -257,15 +219,20 @@ class EpisodeStore:
         episodes = []
         for row in self._db.execute(query, (group_id,)).fetchall():
             try:
-                episodes.append(_read(row))
+                episodes.append(self._read(row))
             except InvalidEpisode as error:
                 log.warning("%s: quarantined episode %d of group %d: %s", self.path, row[1], group_id, error)
                 self._db.execute(
-                    "INSERT INTO quarantined SELECT group_id, member, ?, record FROM episodes "
+                    "INSERT OR REPLACE INTO quarantined SELECT group_id, member, ?, record FROM episodes "
                     "WHERE group_id = ? AND member = ?", (str(error), *row[:2]),
                 )  # fmt: skip
                 self._db.execute("DELETE FROM episodes WHERE group_id = ? AND member = ?", row[:2])
         return episodes
+
+    def quarantine(self, number: int, reason: str, record: bytes) -> None:
+        """Keeps a record that was offered from outside and is no episode, as member `number` of group -1."""
+        with self._transaction() as db:
+            db.execute("INSERT OR REPLACE INTO quarantined VALUES (-1, ?, ?, ?)", (number, reason, record))
 
     # Readers.
 
@@ -277,30 +244,38 @@ class EpisodeStore:
         """The number of stored episodes."""
         return self._number("SELECT COUNT(*) FROM episodes")
 
-    def episodes(self) -> Iterator[Episode]:
-        """Yields every readable episode by group and member; changes nothing, skips damaged ones with a warning."""
+    def last_group(self) -> int | None:
+        """The highest index of a stored group; None while there is none."""
+        return self._number("SELECT MAX(group_id) FROM groups")
+
+    def steps(self) -> dict[int, int]:
+        """Group index to the learner step that took it, without the groups that wait or were passed over."""
         with self._named_errors():
-            for row in self._db.execute("SELECT * FROM episodes ORDER BY group_id, member"):
+            return dict(self._db.execute("SELECT group_id, step FROM groups WHERE step IS NOT NULL AND NOT dropped"))
+
+    def quarantined(self) -> list[tuple[int, int, str]]:
+        """(group, member, reason) of every record that was put aside because nobody can read it."""
+        with self._named_errors():
+            return self._db.execute("SELECT group_id, member, reason FROM quarantined ORDER BY 1, 2").fetchall()
+
+    def episodes(self, first: int = 0, last: int = 2**63 - 1) -> Iterator[Episode]:
+        """Yields every readable episode of groups `first` to `last`, by group and member.
+
+        Changes nothing, and skips damaged records with a warning.
+        """
+        query = "SELECT * FROM episodes WHERE group_id BETWEEN ? AND ? ORDER BY group_id, member"
+        with self._named_errors():
+            for row in self._db.execute(query, (first, last)):
                 try:
-                    yield _read(row)
+                    yield self._read(row)
                 except InvalidEpisode as error:
                     log.warning("%s: skipped episode %d of group %d: %s", self.path, row[1], row[0], error)
 
-
-def _create(path: str) -> None:
-    """Makes an empty store beside its place and links it there whole: processes that start together never collide."""
-    beside = f"{path}.{os.getpid()}-{threading.get_ident()}.new"
-    with contextlib.closing(sqlite3.connect(beside, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        for statement in _SCHEMA:
-            db.execute(statement)
-    with contextlib.suppress(FileExistsError):  # another process was first
-        os.link(beside, path)
-    os.unlink(beside)
-
-
-def _read(row: tuple[int, int, int, bytes]) -> Episode:
-    _, _, checksum, record = row
-    if zlib.crc32(record) != checksum:
-        raise InvalidEpisode(f"a record of {len(record)} bytes is damaged: its checksum is wrong")
-    return decode(record)
+    def _read(self, row: tuple[int, int, int, bytes]) -> Episode:
+        group_id, _, checksum, record = row
+        if zlib.crc32(record) != checksum:
+            raise InvalidEpisode(f"a record of {len(record)} bytes is damaged: its checksum is wrong")
+        episode = decode(record, self.vocab_size)
+        if episode.group_id != group_id:
+            raise InvalidEpisode(f"episode {episode.episode_id!r}: group_id is {episode.group_id}, expected {group_id}")
+        return episode

@@ -111,7 +111,7 @@ def check_store(workdir, num_steps):
     assert [group for _, group in sorted(taken)] == list(range(2 * num_steps))  # in index order, no hole
     assert not any(dropped for _, _, dropped in rows) and quarantined == 0
     assert members == {group: 2 for group, _, _ in rows}
-    store = EpisodeStore(workdir / "episodes.sqlite", must_exist=True)
+    store = EpisodeStore(workdir / "episodes.sqlite", read_only=True)
     episodes = list(store.episodes())
     store.close()
     ids = [e.episode_id for e in episodes]

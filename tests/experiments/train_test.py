@@ -65,7 +65,7 @@ def last_state(workdir, **changes):
 
 
 def episodes(workdir):
-    store = EpisodeStore(workdir / "episodes.sqlite", must_exist=True)
+    store = EpisodeStore(workdir / "episodes.sqlite", read_only=True)
     found = list(store.episodes())
     store.close()
     return found

@@ -170,10 +170,10 @@ def test_files_that_are_no_store_are_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.sqlite", "notes.txt", "old.sqlite"]
     with sqlite3.connect(tmp_path / "old.sqlite") as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="schema 99, expected 1"):
+    with pytest.raises(StoreError, match="schema 99, expected at most 2"):
         EpisodeStore(tmp_path / "old.sqlite")
     with pytest.raises(StoreError, match="no such episode store"):
-        EpisodeStore(tmp_path / "absent.sqlite", must_exist=True)
+        EpisodeStore(tmp_path / "absent.sqlite", read_only=True)
     with pytest.raises(StoreError, match=r"absent"):
         EpisodeStore(tmp_path / "absent" / "x.sqlite")
 
