@@ -111,7 +111,7 @@ def _files(path: Path) -> Iterator[tuple[str, str, Any]]:
 
 def _stored(path: Path) -> Iterator[tuple[str, str, Any]]:
     """The episodes of a store."""
-    store, seen = EpisodeStore(path, must_exist=True), 0
+    store, seen = EpisodeStore(path, read_only=True), 0
     try:
         for episode in store.episodes():
             seen += 1
