@@ -20,6 +20,7 @@ from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.models.pretrained import Pretrained, critic_params
 from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
+from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
@@ -125,7 +126,7 @@ def make_rollout(
     *,
     group_size: int,
     seed: int,
-    greedy: bool = False,
+    decoding: Decoding = EXACT,
 ) -> Rollout:
     """How groups of episodes are made, here or in a worker."""
     engine = Sampler(
@@ -134,7 +135,7 @@ def make_rollout(
         context_length=config.context_length,
         max_turn_tokens=config.max_turn_tokens,
         end_of_turn=model.tokenizer.end_of_turn,
-        greedy=greedy,
+        decoding=decoding,
     )
     return Rollout(
         engine=engine,

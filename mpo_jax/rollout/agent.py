@@ -1,4 +1,4 @@
-"""The agent loop: episodes run side by side in an engine's slots, one turn a call.
+"""The agent loop: episodes run side by side in an engine's slots, turn by turn.
 
 An episode is an append-only list of ids. The engine is sent only what the environment adds; what it sampled is stored
 as it came, so the record is what the policy saw and did, and no sampled text is ever made into ids again.
@@ -93,15 +93,16 @@ def run_episodes(
       jobs: in the order in which they start.
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
-      should_stop: asked before each turn; once true, running episodes are given up and the iteration ends.
+      should_stop: asked before each call of the engine; once true, running episodes are given up and all ends.
 
     Yields:
       Finished episodes.
 
     Raises:
-      ValueError: the engine answers other slots than it was asked for.
+      ValueError: the engine answers a slot that it was not asked for.
     """
     running: dict[int, _Conversation] = {}
+    asked: dict[int, int] = {}
     idle: list[gymnasium.Env] = []
 
     def begin(job: Job) -> _Conversation:
@@ -129,7 +130,7 @@ def run_episodes(
                         running[slot] = conversation
             if not running or should_stop():
                 return
-            for slot, (generation, version) in _sample_turns(engine, running).items():
+            for slot, (generation, version) in _sample_turns(engine, running, asked).items():
                 running[slot].act(generation, version)
                 if running[slot].end_reason:
                     engine.free(slot)
@@ -142,17 +143,25 @@ def run_episodes(
             environment.close()
 
 
-def _sample_turns(engine: Engine, running: "dict[int, _Conversation]") -> dict[int, tuple[Generation, int]]:
-    """One turn of every running episode, each with the oldest version that can have sampled it."""
-    before = engine.version
+def _sample_turns(
+    engine: Engine, running: "dict[int, _Conversation]", asked: dict[int, int]
+) -> dict[int, tuple[Generation, int]]:
+    """The turns that end next, each with the oldest version that can have sampled any of it.
+
+    Args:
+      engine: samples.
+      running: all episodes, by slot; those whose turn is not under way yet begin one.
+      asked: slot -> version when its turn began, of the turns under way; kept up to date here.
+    """
+    new = {slot: conversation for slot, conversation in running.items() if slot not in asked}
+    asked |= dict.fromkeys(new, engine.version)
     generations = engine.generate(
-        {slot: conversation.unread for slot, conversation in running.items()},
-        {slot: derive_seed(conversation.job.seed, len(conversation.rewards)) for slot, conversation in running.items()},
+        {slot: conversation.unread for slot, conversation in new.items()},
+        {slot: derive_seed(conversation.job.seed, len(conversation.rewards)) for slot, conversation in new.items()},
     )
-    if generations.keys() != running.keys():
-        raise ValueError(f"the engine answered slots {sorted(generations)}, expected {sorted(running)}")
-    version = min(before, engine.version)
-    return {slot: (generations[slot], version) for slot in running}
+    if generations.keys() - asked.keys():
+        raise ValueError(f"the engine answered slots {sorted(generations)}, expected some of {sorted(asked)}")
+    return {slot: (turn, min(asked.pop(slot), engine.version)) for slot, turn in generations.items()}
 
 
 def derive_seed(*path: int) -> int:
@@ -197,8 +206,8 @@ class _Conversation:
         self._append(generation.tokens, generation.logprobs, sampled=True)
         self.state_ids.append(self.next_state_id)
         self.versions.append(version)
-        ended = generation.tokens[-1] == self.tokenizer.end_of_turn
-        action = self.tokenizer.decode(generation.tokens[:-1] if ended else generation.tokens)
+        stopped = generation.finish_reason == "stop"
+        action = self.tokenizer.decode(generation.tokens[:-1] if stopped else generation.tokens)
         self.actions.append(action)
         try:
             text, reward, terminated, truncated, info = self.environment.step(action)

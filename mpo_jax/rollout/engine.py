@@ -1,29 +1,37 @@
-"""The embedded engine: samples one turn for many episodes at once, its KV cache kept over the turns."""
+"""The embedded engine: continuous batching over slots, each with a KV cache that is kept over its turns."""
 
+import dataclasses
 import functools
+from collections.abc import Mapping
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from mpo_jax.models.transformer import Cache, Transformer, TransformerConfig
+from mpo_jax.rollout.decoding import EXACT, Decoding, draw, reshape
 from mpo_jax.rollout.protocol import Generation
 from mpo_jax.types import Array
 
+READ_TOKENS = 512  # most that a slot reads at once: bounds the memory of a long prompt
+STOP_IDS = 8  # most that a slot may have
+
 
 class Sampler:
-    """Slots with a context each. `generate` appends what the environment said and samples the next turn of every slot.
+    """Slots with a context each. `generate` appends what the environment said and goes on sampling.
 
-    The sampled distribution is the model's own softmax (temperature 1, nothing cut off), so that the log-probability
-    returned is the one that training recomputes. A token's randomness depends on its episode's seed and its position
-    only, never on which other slots are alive.
+    A token's randomness depends on its episode's seed and its position only, never on which other slots are alive.
+    The log-probability returned is the policy's own (temperature 1, nothing cut off), the one that training
+    recomputes; whether the token was drawn from that distribution too, `exact` says.
 
     Attributes:
       num_slots: rows of the cache.
       context_length: C, most tokens that an episode may hold.
       max_turn_tokens: most tokens sampled in one turn.
       version: of the weights in use.
+      exact: turns are drawn from the policy itself, unless a call asks for another decoding.
     """
 
     def __init__(
@@ -34,118 +42,219 @@ class Sampler:
         context_length: int,
         max_turn_tokens: int,
         end_of_turn: int,
-        greedy: bool = False,
+        decoding: Decoding = EXACT,
+        turns_per_call: int | None = None,
+        steps_per_call: int | None = None,
     ):
+        """Makes room; nothing is compiled before the first call.
+
+        Args:
+          config: of the transformer.
+          num_slots, context_length, max_turn_tokens: see above.
+          end_of_turn: the id with which the policy ends a turn.
+          decoding: how turns are sampled where a call does not say.
+          turns_per_call: a call returns once so many of the turns under way have ended; by default all.
+          steps_per_call: or after so many tokens, whatever has ended; by default after a whole turn.
+        """
         self.num_slots, self.context_length = num_slots, context_length
         self.max_turn_tokens, self.end_of_turn = max_turn_tokens, end_of_turn
-        self.version = -1
+        self.decoding, self.exact, self.version = decoding, decoding.exact, -1
+        self._turns_per_call = turns_per_call or num_slots
         self._contexts: list[list[int]] = [[] for _ in range(num_slots)]
         self._num_cached = np.zeros(num_slots, np.int32)
+        self._under_way: dict[int, _Turn] = {}
         self._cache = Cache.empty(config, num_slots, context_length)
         graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
-        draw = functools.partial(_draw, greedy)
-        self._turn = jax.jit(functools.partial(_turn, graph, draw, max_turn_tokens, end_of_turn), donate_argnums=1)
+        steps = min(steps_per_call or max_turn_tokens, max_turn_tokens)
+        self._read = jax.jit(functools.partial(_read, graph), donate_argnums=1)
+        self._sample = jax.jit(functools.partial(_sample, graph, steps), donate_argnums=1)
 
     def load(self, params: nnx.State, version: int) -> None:
-        """Takes new weights. What older ones read is stale: live contexts are read anew at their next turn."""
+        """Takes new weights, between turns or within one; what older ones read is read anew at the next call."""
         self._params, self.version = params, version
         self._num_cached[:] = 0
 
     def free(self, slot: int) -> None:
         """Forgets the context of a slot."""
         self._contexts[slot], self._num_cached[slot] = [], 0
+        self._under_way.pop(slot, None)
 
-    def generate(self, new_tokens: dict[int, list[int]], seeds: dict[int, int]) -> dict[int, Generation]:
-        """Appends ids to the context of each slot named and samples its next turn.
+    def generate(
+        self,
+        new_tokens: Mapping[int, list[int]],
+        seeds: Mapping[int, int],
+        decoding: Mapping[int, Decoding] | None = None,
+    ) -> dict[int, Generation]:
+        """Begins a turn in each slot named, and samples until enough of all turns under way have ended.
 
         Args:
-          new_tokens: slot -> at least one id that the environment contributed.
+          new_tokens: slot -> at least one id that the environment contributed. None of these slots has a turn under
+            way; those that have go on by themselves.
           seeds: slot -> seed of the slot's episode.
+          decoding: slot -> how its turn is sampled, where not as the engine's others are.
 
         Returns:
-          slot -> the sampled ids (the end-of-turn id included where it was sampled), their log-probabilities, and
-          why it stopped.
+          slot -> its turn, of those that have ended: the sampled ids (a stop id included where it was sampled), their
+          log-probabilities, and why it stopped.
 
         Raises:
-          ValueError: no id to append, or a context that would not hold them and one more token.
+          ValueError: a turn under way, no id to append, a context that would not hold them and one more token, or
+            too many stop ids.
         """
+        turns = {}
         for slot, ids in new_tokens.items():
-            room = self.context_length - len(self._contexts[slot])
-            if not 0 < len(ids) < room:
-                raise ValueError(f"slot {slot}: {len(ids)} new tokens; expected 1 to {room - 1}, the room that is left")
-        unread = {}
-        for slot, ids in new_tokens.items():
-            self._contexts[slot] += ids
-            unread[slot] = self._contexts[slot][self._num_cached[slot] :]
-        longest = max(map(len, unread.values()))
-        width = min(1 << (max(longest, 16) - 1).bit_length(), self.context_length)
-        tokens = np.zeros((self.num_slots, width), np.int32)
-        counts, seed = np.zeros(self.num_slots, np.int32), np.zeros(self.num_slots, np.uint32)
-        for slot, ids in unread.items():
-            tokens[slot, : len(ids)], counts[slot], seed[slot] = ids, len(ids), seeds[slot] & 0xFFFFFFFF
-        outputs = self._turn(self._params, self._cache, tokens, self._num_cached.copy(), counts, seed)
-        self._cache = outputs[0]
-        sampled, logprobs, number = (np.asarray(x) for x in outputs[1:])
-        return {slot: self._finish(slot, sampled[slot], logprobs[slot], int(number[slot])) for slot in new_tokens}
+            chosen = self.decoding if decoding is None else decoding.get(slot, self.decoding)
+            turns[slot] = self._begin(slot, ids, seeds[slot], chosen)
+        for slot, turn in turns.items():
+            self._contexts[slot] += new_tokens[slot]
+            self._under_way[slot] = turn
+        if not self._under_way:
+            return {}
+        self._read_unread()
+        wanted = min(self._turns_per_call, len(self._under_way))
+        self._cache, *sampled = self._sample(self._params, self._cache, self._rows(), len(self._under_way) - wanted)
+        return self._take(*map(np.asarray, sampled))
 
-    def _finish(self, slot: int, sampled: np.ndarray, logprobs: np.ndarray, number: int) -> Generation:
-        self._contexts[slot] += sampled[:number].tolist()
-        self._num_cached[slot] = len(self._contexts[slot]) - 1  # the last sampled token is not read yet
-        stopped = sampled[number - 1] == self.end_of_turn
-        return Generation(
-            tokens=sampled[:number].tolist(),
-            logprobs=logprobs[:number].tolist(),
-            finish_reason="stop" if stopped else "length",
+    def _begin(self, slot: int, ids: list[int], seed: int, decoding: Decoding) -> "_Turn":
+        if slot in self._under_way:
+            raise ValueError(f"slot {slot}: its turn is still under way")
+        room = self.context_length - len(self._contexts[slot])
+        if not 0 < len(ids) < room:
+            raise ValueError(f"slot {slot}: {len(ids)} new tokens; expected 1 to {room - 1}, the room that is left")
+        if len(stop_ids := (self.end_of_turn, *decoding.stop_ids)) > STOP_IDS:
+            raise ValueError(f"slot {slot}: {len(stop_ids)} stop ids, expected at most {STOP_IDS}")
+        start = len(self._contexts[slot]) + len(ids)
+        limit = min(self.max_turn_tokens, decoding.max_tokens or self.max_turn_tokens)
+        return _Turn(start, min(start + limit, self.context_length), seed, decoding, stop_ids)
+
+    def _read_unread(self) -> None:
+        """Brings all but the last id of every context with a turn under way into the cache.
+
+        Few rows are read in small groups, many all at once.
+        """
+        unread = {s: len(self._contexts[s]) - 1 - int(self._num_cached[s]) for s in self._under_way}
+        while slots := sorted((s for s, number in unread.items() if number), key=unread.get, reverse=True):
+            group = max(self.num_slots // 8, 1)
+            size = group if 2 * len(slots) < self.num_slots else self.num_slots
+            slots = slots[:size]
+            longest = min(unread[slots[0]], READ_TOKENS)
+            width = min(1 << (max(longest, 16) - 1).bit_length(), self.context_length)
+            tokens, rows = np.zeros((size, width), np.int32), np.full(size, self.num_slots, np.int32)
+            starts, counts = np.zeros((2, size), np.int32)
+            for place, slot in enumerate(slots) if size < self.num_slots else zip(slots, slots, strict=True):
+                first, number = self._num_cached[slot], min(unread[slot], READ_TOKENS)
+                tokens[place, :number] = self._contexts[slot][first : first + number]
+                rows[place], starts[place], counts[place] = slot, first, number
+                self._num_cached[slot] += number
+                unread[slot] -= number
+            self._cache = self._read(self._params, self._cache, rows, tokens, starts, counts)
+
+    def _rows(self) -> "_Rows":
+        """What `_sample` needs to know of every slot; those without a turn have no room."""
+        zeros = np.zeros(self.num_slots, np.int32)
+        rows = _Rows(
+            tokens=zeros,
+            positions=zeros.copy(),
+            room=zeros.copy(),
+            seeds=zeros.astype(np.uint32),
+            stop_ids=np.full((self.num_slots, STOP_IDS), -1, np.int32),
+            temperature=np.ones(self.num_slots, np.float32),
+            top_k=zeros.copy(),
+            top_p=np.ones(self.num_slots, np.float32),
         )
+        for slot, turn in self._under_way.items():
+            context, chosen = self._contexts[slot], turn.decoding
+            rows.tokens[slot], rows.positions[slot] = context[-1], len(context) - 1
+            rows.room[slot], rows.seeds[slot] = turn.end - len(context), turn.seed & 0xFFFFFFFF
+            rows.stop_ids[slot, : len(turn.stop_ids)] = turn.stop_ids
+            rows.temperature[slot], rows.top_k[slot], rows.top_p[slot] = chosen.temperature, chosen.top_k, chosen.top_p
+        return rows
+
+    def _take(self, sampled: np.ndarray, logprobs: np.ndarray, numbers: np.ndarray) -> dict[int, Generation]:
+        """Appends what was sampled to the contexts; the turns that have ended with it."""
+        ended = {}
+        for slot, turn in list(self._under_way.items()):
+            context, number = self._contexts[slot], int(numbers[slot])
+            context += sampled[slot, :number].tolist()
+            turn.logprobs += logprobs[slot, :number].tolist()
+            self._num_cached[slot] = len(context) - 1  # the last sampled token is not read yet
+            stopped = context[-1] in turn.stop_ids
+            if stopped or len(context) == turn.end:
+                reason = "stop" if stopped else "length"
+                ended[slot] = Generation(context[turn.start :], turn.logprobs, reason)
+                del self._under_way[slot]
+        return ended
 
 
-def _draw(greedy: bool, logprobs: Array, keys: Array, positions: Array) -> Array:
-    """One token a row from logprobs[B,V]: the inverse of the cumulative distribution at one uniform number."""
-    if greedy:
-        return jnp.argmax(logprobs, axis=-1).astype(jnp.int32)
-    uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
-    cumulative = jnp.cumsum(jnp.exp(logprobs), axis=-1)
-    below = cumulative <= uniform[:, None] * cumulative[:, -1:]
-    return jnp.minimum(below.sum(axis=-1), logprobs.shape[-1] - 1).astype(jnp.int32)
+@dataclasses.dataclass
+class _Turn:
+    """A turn under way: where in its context it starts and must end, and how it is sampled."""
+
+    start: int
+    end: int
+    seed: int
+    decoding: Decoding
+    stop_ids: tuple[int, ...]
+    logprobs: list[float] = dataclasses.field(default_factory=list)
 
 
-def _turn(graph, draw, max_turn_tokens, end_of_turn, params, cache, tokens, lengths, counts, seeds):
-    """Reads tokens[B,N], of which counts[B] are real, after lengths[B] cached ones, and samples up to a turn.
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class _Rows:
+    """What is to be sampled, a row a slot: after which id, not yet read, at which position, and how many at most."""
+
+    tokens: Array
+    positions: Array
+    room: Array
+    seeds: Array
+    stop_ids: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+
+
+def _read(graph, params, cache, rows, tokens, starts, counts):
+    """The cache after rows[N] have read counts[N] of tokens[N,W] from starts[N] on; row B is none, of N = B all are."""
+    model, (num_slots, context) = nnx.merge(graph, params), cache.keys[0].shape[:2]
+    steps = jnp.arange(tokens.shape[1])[None, :]
+    positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, context)
+    if len(rows) == num_slots:
+        return model(tokens, positions, cache=cache)[1]
+    part = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), cache)
+    _, part = model(tokens, positions, cache=part)
+    return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), cache, part)
+
+
+def _sample(graph, max_steps, params, cache, rows, may_be_left):
+    """Reads each row's last id and samples the next, until at most `may_be_left` rows go on, or `max_steps` times.
 
     Returns:
       The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [B,M], and how
-      many were sampled [B]. Rows with a count of 0 idle.
+      many were sampled [B].
     """
     model = nnx.merge(graph, params)
-    head, context = model.head(), cache.keys[0].shape[1]
-    keys = jax.vmap(jax.random.key)(seeds)
-    rows, width = tokens.shape
-    prompt_ends = lengths + counts
-    room = jnp.minimum(context - prompt_ends, max_turn_tokens)
-
-    def sample(hidden, step, sampled, logprobs, alive):
-        distribution = jax.nn.log_softmax((hidden @ head).astype(jnp.float32))
-        token = draw(distribution, keys, prompt_ends + step)
-        chosen = jnp.take_along_axis(distribution, token[:, None], axis=-1)[:, 0]
-        sampled = sampled.at[:, step].set(jnp.where(alive, token, 0))
-        logprobs = logprobs.at[:, step].set(jnp.where(alive, chosen, 0.0))
-        return token, sampled, logprobs, alive & (token != end_of_turn) & (step + 1 < room)
+    head, context, num_slots = model.head(), cache.keys[0].shape[1], rows.tokens.shape[0]
+    plain = ((rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)).all()
 
     def advance(carry):
         step, cache, token, sampled, logprobs, number, alive = carry
-        positions = jnp.where(alive, prompt_ends + step, context)
+        positions = jnp.where(alive, rows.positions + step, context)
         hidden, cache = model(token[:, None], positions[:, None], cache=cache)
+        policy = jax.nn.log_softmax((hidden[:, 0] @ head).astype(jnp.float32))
+        drawable = jax.lax.cond(
+            plain, lambda x: x, lambda x: reshape(x, rows.temperature, rows.top_k, rows.top_p), policy
+        )
+        token = draw(drawable, rows.seeds, rows.positions + step + 1)
+        chosen = jnp.take_along_axis(policy, token[:, None], axis=-1)[:, 0]
+        sampled = sampled.at[:, step].set(jnp.where(alive, token, 0))
+        logprobs = logprobs.at[:, step].set(jnp.where(alive, chosen, 0.0))
         number += alive
-        token, sampled, logprobs, alive = sample(hidden[:, 0], step + 1, sampled, logprobs, alive)
-        return step + 1, cache, token, sampled, logprobs, number, alive
+        stopped = (token[:, None] == rows.stop_ids).any(axis=1)
+        return step + 1, cache, token, sampled, logprobs, number, alive & ~stopped & (step + 1 < rows.room)
 
-    steps = jnp.arange(width)[None, :]
-    positions = jnp.where(steps < counts[:, None], lengths[:, None] + steps, context)
-    hidden, cache = model(tokens, positions, cache=cache)
-    hidden = jnp.take_along_axis(hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    active = counts > 0
-    empty = jnp.zeros((rows, max_turn_tokens))
-    token, sampled, logprobs, alive = sample(hidden, 0, empty.astype(jnp.int32), empty, active)
-    carry = (0, cache, token, sampled, logprobs, active.astype(jnp.int32), alive)
-    _, cache, _, sampled, logprobs, number, _ = jax.lax.while_loop(lambda c: c[-1].any(), advance, carry)
+    def goes_on(carry):
+        return (carry[0] < max_steps) & (carry[-1].sum() > may_be_left)
+
+    empty = jnp.zeros((num_slots, max_steps))
+    carry = (0, cache, rows.tokens, empty.astype(jnp.int32), empty, jnp.zeros(num_slots, jnp.int32), rows.room > 0)
+    _, cache, _, sampled, logprobs, number, _ = jax.lax.while_loop(goes_on, advance, carry)
     return cache, sampled, logprobs, number

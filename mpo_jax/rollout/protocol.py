@@ -9,9 +9,9 @@ class Generation:
     """One sampled turn.
 
     Attributes:
-      tokens: the sampled ids, at least one; the sampled end-of-turn is the last where `finish_reason` is "stop".
-      logprobs: log-probability of each sampled id, over the whole vocabulary as the policy samples: nothing cut off.
-      finish_reason: "stop" = the policy ended its turn; "length" = cut by a limit, nothing appended.
+      tokens: the sampled ids, at least one; the last is a stop id where `finish_reason` is "stop".
+      logprobs: the policy's own log-probability of each sampled id, over the whole vocabulary at temperature 1.
+      finish_reason: "stop" = the policy ended its turn, by any stop id; "length" = cut by a limit, nothing appended.
 
     Raises:
       ValueError: no tokens, or not one log-probability a token.
@@ -37,23 +37,26 @@ class Engine(Protocol):
       num_slots: contexts side by side.
       context_length: the most ids that one context holds.
       version: of the weights that sample.
+      exact: turns are drawn from the policy's own distribution, the one that their log-probabilities are of.
     """
 
     num_slots: int
     context_length: int
     version: int
+    exact: bool
 
     def generate(self, new_tokens: dict[int, list[int]], seeds: dict[int, int]) -> dict[int, Generation]:
-        """Appends ids to the context of each named slot and samples one turn there, which joins the context too.
+        """Appends ids to the context of each named slot and begins a turn there, which joins the context too.
 
-        What a slot samples depends on its own context and seed alone, never on the other slots.
+        Returns the turns that have ended, of all that are under way; the others go on at the next call, in which they
+        are not named. What a slot samples depends on its own context and seed alone, never on the other slots.
         """
 
     def free(self, slot: int) -> None:
         """Forgets the slot's context."""
 
     def load(self, params: Any, version: int) -> None:
-        """Replaces the weights; nothing computed with the old ones is used again."""
+        """Replaces the weights, between calls; nothing computed with the old ones is used again."""
 
 
 @runtime_checkable

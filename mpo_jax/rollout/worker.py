@@ -100,7 +100,12 @@ def run_groups(
 
     Returns:
       The number of groups stored.
+
+    Raises:
+      ValueError: the engine does not sample from the policy itself, so that its log-probabilities cannot be trained on.
     """
+    if not rollout.engine.exact:
+        raise ValueError("the engine's decoding is not the policy's own (temperature 1, nothing cut off): no training")
     stored, whole, renew_at = 0, defaultdict[int, list[Episode]](list), time.monotonic() + lease / 3
 
     def keep_alive() -> bool:

@@ -165,10 +165,45 @@ def test_an_engine_that_answers_wrongly_is_an_error():
     with pytest.raises(ValueError, match="0 tokens"):
         Generation([], [], "length")
     engine = ScriptedEngine(say("a"))
-    engine.generate = lambda new_tokens, seeds: {}
-    with pytest.raises(ValueError, match=r"answered slots \[\], expected \[0\]"):
+    engine.generate = lambda new_tokens, seeds: {1: Generation([1], [-0.5], "stop")}
+    with pytest.raises(ValueError, match=r"answered slots \[1\], expected some of \[0\]"):
         engine.contexts = {0: []}
         list(run_episodes(engine, LETTERS, Counting, [job()]))
+
+
+class OneAtATime(ScriptedEngine):
+    """Ends one turn a call, the longest under way first; every third call is interrupted and ends none."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.under_way = {}
+
+    def generate(self, new_tokens, seeds):
+        assert not new_tokens.keys() & self.under_way.keys(), "asked while under way"
+        self.under_way |= super().generate(new_tokens, seeds)
+        slot = next(iter(self.under_way))
+        return {} if len(self.calls) % 3 == 0 else {slot: self.under_way.pop(slot)}
+
+
+def test_an_engine_may_end_turns_one_by_one():
+    jobs = [job(index, turns=1 + index % 3) for index in range(7)]
+    expected = run(ScriptedEngine(random_words, num_slots=3), *jobs)
+    found = run(OneAtATime(random_words, num_slots=3), *jobs)
+    assert sorted(found, key=lambda e: e.episode_id) == sorted(expected, key=lambda e: e.episode_id)
+
+
+def test_a_turn_that_new_weights_interrupt_carries_the_version_that_began_it():
+    engine = OneAtATime(say("a"), num_slots=2)
+    engine.version = 4
+    plain = engine.generate
+
+    def generate(new_tokens, seeds):
+        answer = plain(new_tokens, seeds)
+        engine.version = 5  # between two calls, while the other slot's turn is under way
+        return answer
+
+    engine.generate = generate
+    assert sorted(e.versions for e in run(engine, job(0, turns=1), job(1, turns=1))) == [[4], [4]]
 
 
 def test_seeds_differ_by_every_part_of_their_path():

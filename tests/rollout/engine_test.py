@@ -9,6 +9,7 @@ from flax import nnx
 from models import tiny
 
 from mpo_jax.models.evaluation import token_logprobs
+from mpo_jax.rollout.decoding import EXACT, GREEDY
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.protocol import Engine, Generation
 
@@ -20,23 +21,23 @@ evaluate = jax.jit(
 )
 
 
-def build(greedy=False):
+def build(decoding=EXACT):
     engine = Sampler(
-        CONFIG, num_slots=SLOTS, context_length=CONTEXT, max_turn_tokens=TURN, end_of_turn=END, greedy=greedy
+        CONFIG, num_slots=SLOTS, context_length=CONTEXT, max_turn_tokens=TURN, end_of_turn=END, decoding=decoding
     )
     engine.load(PARAMS, 1)
     return engine
 
 
 @functools.cache
-def compiled(greedy):
-    return build(greedy)
+def compiled():
+    return build()
 
 
 @pytest.fixture
 def engine():
     """The one compiled sampler, with every slot free and the first weights."""
-    engine = compiled(False)
+    engine = compiled()
     engine.load(PARAMS, 1)
     for slot in range(SLOTS):
         engine.free(slot)
@@ -97,7 +98,7 @@ def recomputed(params, conversations):
 
 @functools.cache
 def played():
-    engine = compiled(False)
+    engine = compiled()
     rng = np.random.default_rng(0)
     conversations = [Conversation(rng, turns=int(rng.integers(2, 5)), seed=100 + i) for i in range(30)]
     return play(engine, conversations, range(SLOTS), rng)
@@ -223,7 +224,7 @@ def test_the_tokens_of_a_turn_are_drawn_independently(engine):
 
 
 def test_greedy_is_the_argmax_loop_of_the_uncached_model():
-    engine = compiled(True)
+    engine = build(GREEDY)
     said = {0: [4, 5], 3: [7], 5: [8, 9, 10, 11]}
     context = {slot: [] for slot in said}
     for _ in range(2):

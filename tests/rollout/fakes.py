@@ -25,6 +25,8 @@ class Letters:
 class ScriptedEngine:
     """Answers with `script(context, seed) -> ids`; a turn without the end-of-turn id finishes by "length"."""
 
+    exact = True
+
     def __init__(self, script, *, num_slots=2, context_length=1000):
         self.script, self.num_slots, self.context_length = script, num_slots, context_length
         self.version, self.contexts, self.calls, self.loaded = 0, {}, [], []

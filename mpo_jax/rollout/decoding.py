@@ -1,0 +1,94 @@
+"""How a token is drawn from what the model says of the next one."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from mpo_jax.types import Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """How a slot samples its turn. By default from the policy itself, as training needs it.
+
+    Attributes:
+      temperature: the logits are divided by it; 0 always takes the likeliest id.
+      top_k: only so many of the likeliest ids can be drawn (and those that tie with the last); 0 = all.
+      top_p: only the likeliest ids that together have this probability can be drawn, after top_k; 1 = all.
+      stop_ids: ids that end a turn where they are sampled, besides the engine's end of turn.
+      max_tokens: most ids of a turn, below the engine's own limit; None leaves it at that.
+
+    Raises:
+      ValueError: a value out of its range.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    max_tokens: int | None = None
+
+    def __post_init__(self):
+        wrong = {
+            "temperature": not 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k < 0,
+            "top_p": not 0 < self.top_p <= 1,
+            "max_tokens": self.max_tokens is not None and self.max_tokens < 1,
+        }
+        for field in (field for field, is_wrong in wrong.items() if is_wrong):
+            raise ValueError(f"decoding: {field} is {getattr(self, field)}, which is out of its range")
+
+    @property
+    def exact(self) -> bool:
+        """Whether ids are drawn from the policy's own distribution, the one that log-probabilities are of."""
+        return (self.temperature, self.top_k, self.top_p) == (1.0, 0, 1.0)
+
+
+EXACT = Decoding()
+GREEDY = Decoding(temperature=0.0)
+
+
+def reshape(logprobs: Array, temperature: Array, top_k: Array, top_p: Array) -> Array:
+    """Log-probabilities [B,V], not normalised, of what may be drawn: tempered, then cut by top_k, then by top_p.
+
+    See *The Curious Case of Neural Text Degeneration* (arXiv:1904.09751), section 3.1, for top_p.
+
+    Args:
+      logprobs: float32[B,V], the policy's.
+      temperature: float32[B].
+      top_k: int32[B].
+      top_p: float32[B].
+
+    Returns:
+      float32[B,V], −inf for what cannot be drawn.
+    """
+    vocabulary = logprobs.shape[-1]
+    greedy = (temperature == 0)[:, None]
+    scaled = logprobs / jnp.where(greedy, 1.0, temperature[:, None])
+    descending = -jnp.sort(-scaled, axis=-1)
+    ranks = jnp.arange(vocabulary)[None, :]
+    by_rank = ranks < jnp.where(top_k == 0, vocabulary, top_k)[:, None]
+    p = jax.nn.softmax(jnp.where(by_rank, descending, -jnp.inf), axis=-1)
+    kept = by_rank & ((jnp.cumsum(p, axis=-1) - p < top_p[:, None]) | (top_p >= 1)[:, None])
+    lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
+    cut = jnp.where(scaled >= lowest, scaled, -jnp.inf)
+    return jnp.where(greedy, jnp.where(ranks == jnp.argmax(logprobs, axis=-1)[:, None], 0.0, -jnp.inf), cut)
+
+
+def draw(logprobs: Array, seeds: Array, positions: Array) -> Array:
+    """One id a row: the inverse of the cumulative distribution at one uniform number of the row's seed and position.
+
+    Args:
+      logprobs: float32[B,V], up to a constant a row.
+      seeds: uint32[B], of the episodes.
+      positions: int32[B], where the id will stand in its context.
+
+    Returns:
+      int32[B].
+    """
+    keys = jax.vmap(jax.random.key)(seeds)
+    uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
+    cumulative = jnp.cumsum(jnp.exp(logprobs), axis=-1)
+    below = cumulative <= uniform[:, None] * cumulative[:, -1:]
+    return jnp.minimum(below.sum(axis=-1), logprobs.shape[-1] - 1).astype(jnp.int32)
