@@ -8,6 +8,7 @@ from mpo_jax.kernels.advantages import (
     whiten,
 )
 from mpo_jax.kernels.aggregation import constant_length, sequence_mean, token_mean, turn_mean
+from mpo_jax.kernels.confidence import linear_confidence
 from mpo_jax.kernels.diagnostics import (
     constant_group_share,
     critic_diagnostics,
@@ -37,8 +38,9 @@ from mpo_jax.kernels.losses import (
     squared_value_loss,
     success_nll,
 )
-from mpo_jax.kernels.progress import progress_advantage
+from mpo_jax.kernels.progress import episode_advantage, progress_advantage
 from mpo_jax.kernels.ratios import importance_ratio, masked_weights, truncated_weights
+from mpo_jax.kernels.reductions import bottom_mean, discounted_mean, linear_mean, segment_max, segment_min
 from mpo_jax.kernels.returns import gae, lambda_returns, length_adaptive_lambda, returns, token_gae
 from mpo_jax.kernels.segments import (
     segment_first,
@@ -54,14 +56,17 @@ from mpo_jax.kernels.segments import (
 __all__ = [
     "anchor_advantages",
     "bilevel_advantages",
+    "bottom_mean",
     "categorical_kl",
     "clipped_surrogate",
     "clipped_value_loss",
     "constant_group_share",
     "constant_length",
     "critic_diagnostics",
+    "discounted_mean",
     "double_sided_mask",
     "effective_sample_size",
+    "episode_advantage",
     "explained_variance",
     "gae",
     "group_advantages",
@@ -75,7 +80,9 @@ __all__ = [
     "lambda_returns",
     "leave_one_out_advantages",
     "length_adaptive_lambda",
+    "linear_confidence",
     "linear_logprobs",
+    "linear_mean",
     "masked_weights",
     "multiscale_advantages",
     "overlong_penalty",
@@ -84,7 +91,9 @@ __all__ = [
     "returns",
     "segment_first",
     "segment_last",
+    "segment_max",
     "segment_mean",
+    "segment_min",
     "segment_sum",
     "sequence_ids",
     "sequence_mean",

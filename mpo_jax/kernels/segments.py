@@ -59,7 +59,7 @@ def segment_sum(
     Raises:
       ValueError: for shapes, dtypes or ids that do not fit.
     """
-    ids = _slots(x, ids, mask, num_segments)
+    ids = slots(x, ids, mask, num_segments)
     return jax.ops.segment_sum(masked(x, mask), ids, num_segments + 1)[:num_segments]
 
 
@@ -74,7 +74,7 @@ def segment_first(
     x: Shaped[Array, "T"], ids: Int[Array, "T"], mask: Bool[Array, "T"], num_segments: int
 ) -> Float[Array, "K"]:
     """Value at each segment's first token that the mask keeps; 0 in an empty one. Arguments as `segment_sum`."""
-    index = jax.ops.segment_min(jnp.arange(len(x)), _slots(x, ids, mask, num_segments), num_segments + 1)[:num_segments]
+    index = jax.ops.segment_min(jnp.arange(len(x)), slots(x, ids, mask, num_segments), num_segments + 1)[:num_segments]
     return _gather(x, index)
 
 
@@ -82,7 +82,7 @@ def segment_last(
     x: Shaped[Array, "T"], ids: Int[Array, "T"], mask: Bool[Array, "T"], num_segments: int
 ) -> Float[Array, "K"]:
     """Value at each segment's last token that the mask keeps; 0 in an empty one. Arguments as `segment_sum`."""
-    index = jax.ops.segment_max(jnp.arange(len(x)), _slots(x, ids, mask, num_segments), num_segments + 1)[:num_segments]
+    index = jax.ops.segment_max(jnp.arange(len(x)), slots(x, ids, mask, num_segments), num_segments + 1)[:num_segments]
     return _gather(x, index)
 
 
@@ -116,7 +116,7 @@ def following(
     return jnp.logical_and(after < length, jnp.asarray(ids)[index] == ids), jnp.asarray(x)[index]
 
 
-def _slots(x: Array, ids: Array, mask: Array, num_segments: int) -> Array:
+def slots(x: Array, ids: Array, mask: Array, num_segments: int) -> Array:
     """Ids with everything that does not count moved to one segment past the end."""
     checks.check_aligned("T", ids=ids, mask=mask)
     if x.shape != ids.shape:
