@@ -1,9 +1,12 @@
 r"""How good a policy is, or how good the episodes of a file are.
 
     python -m experiments.evaluate --workdir=runs/quickstart
+    python -m experiments.evaluate --workdir=runs/mine --set=documents.held_out=gaia.jsonl --set=documents.format=gaia
     python -m experiments.evaluate --episodes=results.json --format=tau_bench --output=runs/evaluation
 
-With a run: pass@1 … pass@k on questions about held-out countries, of its policy, the warm start and the scripted one.
+With a run: pass@1 … pass@k on held-out questions, of its policy, the warm start and, where there is one, the scripted
+policy. Over documents of one's own also the recall of what was retrieved (where the config names relevance judgements),
+and with `--run_files` what BrowseComp-Plus's evaluator reads.
 With a file: pass@k and pass^k; best-of-n, AUROC, rank correlation, risk-coverage and calibration of every score that
 the file has, and of those that `experiments.score` wrote (`--scores`).
 """
@@ -15,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import parts
+from experiments import environments, parts, run_files
 from mpo_jax import evaluation
 from mpo_jax.environments.questions import Question
 from mpo_jax.environments.search import SearchEnvironment
@@ -34,6 +37,8 @@ SPLIT = flags.DEFINE_enum("split", "held_out", ["train", "held_out"], "Which que
 QUESTIONS = flags.DEFINE_integer("questions", 128, "How many of them.", lower_bound=1)
 SAMPLES = flags.DEFINE_integer("samples", 16, "Episodes a question; the largest k.", lower_bound=1)
 NOISE = flags.DEFINE_float("noise", 0.3, "Of the scripted policy that the warm start imitated.")
+RUN_FILES = flags.DEFINE_string("run_files", None, "Folder for run files of episodes over one's own documents.")
+SET = flags.DEFINE_multi_string("set", [], "Changes a key of the run's config, as in documents.held_out=other.jsonl.")
 JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
 
 
@@ -72,26 +77,34 @@ def main(_):
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
+    parts.change(config, SET.value)
     model = pretrained.load(config.model)
-    asked = parts.fixed_questions(SPLIT.value, QUESTIONS.value)
+    setting = environments.build(config, model.tokenizer)
+    asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
     rollout = parts.make_rollout(
-        config, model, lambda i: {"question": asked[i]}, group_size=SAMPLES.value, seed=config.seed + 1
+        config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 1
     )
     arrays, version = PublishedWeights(workdir / "weights").load()
     policies = {f"step {version}": weights.unflatten(model.params, arrays), "warm start": model.params}
     table = {}
     for name, params in policies.items():
         rollout.engine.load(params, version)
-        returns = [sum(episode.rewards) for episode in parts.play(rollout, len(asked))]
+        episodes = parts.play(rollout, len(asked))
+        returns = [sum(episode.rewards) for episode in episodes]
         table[name] = rates(evaluation.success(np.reshape(returns, (len(asked), -1))))
-    for noise in (NOISE.value, 0.0):
-        table[f"scripted, noise {noise}"] = rates(play_scripted(asked, noise))
+        table[name] |= run_files.retrieved(episodes, config.documents.qrels)
+        if RUN_FILES.value and params is not model.params:
+            run_files.write(Path(RUN_FILES.value), episodes, config.documents.actions, f"{config.model}, {name}")
+    if config.environment == "search":  # the only one with a scripted policy
+        for noise in (NOISE.value, 0.0):
+            table[f"scripted, noise {noise}"] = rates(play_scripted([task["question"] for task in asked], noise))
     if JSON.value:
         print(json.dumps(table))
         return
     print(f"{len(asked)} {SPLIT.value} questions, {SAMPLES.value} episodes each; mean [95 % interval]")
     for name, row in table.items():
-        print(f"{name:22}" + "  ".join(f"{k} {m:.3f} [{low:.3f}, {high:.3f}]" for k, (m, low, high) in row.items()))
+        shown = (f"{k} {m:.3f}" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "") for k, (m, *ends) in row.items())
+        print(f"{name:22}" + "  ".join(shown))
 
 
 flags.register_multi_flags_validator(

@@ -3,7 +3,6 @@
 import ctypes
 import dataclasses
 import json
-import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,10 +12,9 @@ import ml_collections
 import optax
 from flax import nnx
 
+from experiments.environments import Setting
 from mpo_jax import algorithms
-from mpo_jax.environments.questions import SPLITS, Question, questions
-from mpo_jax.environments.renaming import RenamedEnvironment, new_names
-from mpo_jax.environments.search import SearchEnvironment
+from mpo_jax.environments.questions import SPLITS
 from mpo_jax.models.pretrained import Pretrained, critic_params
 from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
@@ -122,13 +120,14 @@ def make_state(model: Pretrained, algorithm: algorithms.Algorithm, optimizers: O
 def make_rollout(
     config: ml_collections.ConfigDict,
     model: Pretrained,
-    task_stream: Callable[[int], dict],
+    setting: Setting,
     *,
+    tasks: Callable[[int], dict] | None = None,
     group_size: int,
     seed: int,
     decoding: Decoding = EXACT,
 ) -> Rollout:
-    """How groups of episodes are made, here or in a worker."""
+    """How groups of episodes are made, here or in a worker: of training tasks, unless `tasks` are given."""
     engine = Sampler(
         model.config,
         num_slots=config.num_slots,
@@ -140,31 +139,12 @@ def make_rollout(
     return Rollout(
         engine=engine,
         tokenizer=model.tokenizer,
-        make_environment=lambda: RenamedEnvironment(SearchEnvironment(turn_limit=config.turn_limit)),
-        task_stream=task_stream,
+        make_environment=setting.make,
+        task_stream=tasks or setting.training_task,
         group_size=group_size,
         seed=seed,
         limits=Limits(observation_tokens=config.max_observation_tokens),
     )
-
-
-def training_tasks(config: ml_collections.ConfigDict) -> Callable[[int], dict]:
-    """Group index to a training question, shuffled anew each time all have been asked; some over made-up names."""
-    pool = questions("train")
-
-    def task(group_id: int) -> dict:
-        round_, place = divmod(group_id, len(pool))
-        order = random.Random(f"{config.seed} {round_}").sample(range(len(pool)), len(pool))
-        question, rng = pool[order[place]], random.Random(f"{config.seed} names {group_id}")
-        return {"question": question, "rename": new_names(question, rng) if rng.random() < config.renaming else {}}
-
-    return task
-
-
-def fixed_questions(split: str, number: int) -> list[Question]:
-    """The same sample of a split's questions for every evaluation of every run."""
-    pool = questions(split)
-    return random.Random(split).sample(pool, min(number, len(pool)))
 
 
 def claim_workdir(workdir: Path, config: ml_collections.ConfigDict) -> None:
@@ -201,13 +181,30 @@ def read_config(workdir: Path) -> ml_collections.ConfigDict:
         raise ValueError(f"{workdir}: not the workdir of a run: {error}") from error
 
 
+def change(config: ml_collections.ConfigDict, assignments: Iterable[str]) -> None:
+    """Sets keys of a config by texts such as "documents.format=gaia", each in the type that the key has.
+
+    Raises:
+      ValueError: there is no such key, or the value is not of its type.
+    """
+    for assignment in assignments:
+        path, _, value = assignment.partition("=")
+        *sections, name = path.split(".")
+        try:
+            section = config[".".join(sections)] if sections else config
+            kind = section.get_type(name)
+            section[name] = {"True": True, "False": False}[value] if kind is bool else kind(value)
+        except (KeyError, AttributeError, TypeError, ValueError) as error:
+            raise ValueError(f"{assignment!r} does not fit the run's config, expected key=value: {error}") from error
+
+
 def make_evaluate(
-    config: ml_collections.ConfigDict, model: Pretrained, learner: Learner
+    config: ml_collections.ConfigDict, model: Pretrained, setting: Setting, learner: Learner
 ) -> Callable[[TrainState], dict[str, float]]:
-    """Success of a state on fixed training and held-out questions, and what its critic explains of the latter."""
-    asked = {split: fixed_questions(split, config.evaluation_questions) for split in SPLITS}
+    """Success of a state on fixed training and held-out tasks, and what its critic explains of the latter."""
+    asked = {split: setting.fixed_tasks(split, config.evaluation_questions) for split in SPLITS}
     rollouts = {
-        split: make_rollout(config, model, lambda i, pool=pool: {"question": pool[i]}, group_size=1, seed=1)
+        split: make_rollout(config, model, setting, tasks=pool.__getitem__, group_size=1, seed=1)
         for split, pool in asked.items()
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from experiments import parts
+from experiments import environments, parts
 from mpo_jax.models import pretrained, weights
 from mpo_jax.rollout.worker import run_worker, stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
@@ -26,8 +26,8 @@ def main(_):
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     model = pretrained.load(config.model)
-    tasks = parts.training_tasks(config)
-    rollout = parts.make_rollout(config, model, tasks, group_size=config.group_size, seed=config.seed)
+    setting = environments.build(config, model.tokenizer)
+    rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
     store = EpisodeStore(workdir / "episodes.sqlite")
     with stop_on_signals() as should_stop:
         run_worker(

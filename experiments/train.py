@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import parts
+from experiments import environments, parts
 from experiments.workers import InlineWorker, WorkerProcess
 from mpo_jax.models import pretrained
 from mpo_jax.rollout.worker import stop_on_signals
@@ -37,6 +37,7 @@ def main(_):
     parts.settle_groups(config, algorithm)
     settings = parts.make_settings(config)
     model = pretrained.load(config.model)
+    setting = environments.build(config, model.tokenizer)
     parts.claim_workdir(workdir, config)
     optimizers = parts.make_optimizers(config)
     learner = Learner(algorithm, parts.make_models(model), optimizers, settings, model.tokenizer.render_hint)
@@ -45,8 +46,10 @@ def main(_):
     if restored := checkpoints.restore(state):
         state = restored[1]
     store, published = EpisodeStore(workdir / "episodes.sqlite"), PublishedWeights(workdir / "weights")
-    evaluate = parts.make_evaluate(config, model, learner)
-    worker = {"process": WorkerProcess, "inline": InlineWorker}[ROLLOUT.value](config, workdir, model, store, published)
+    evaluate = parts.make_evaluate(config, model, setting, learner)
+    worker = {"process": WorkerProcess, "inline": InlineWorker}[ROLLOUT.value](
+        config, workdir, model, setting, store, published
+    )
     log = MetricsLog(workdir, total_steps=settings.num_steps, first_step=int(state.step))
     with worker, stop_on_signals() as should_stop:
         state = learn(

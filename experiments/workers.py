@@ -10,6 +10,7 @@ from pathlib import Path
 import ml_collections
 
 from experiments import parts
+from experiments.environments import Setting
 from mpo_jax.models import weights
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.worker import run_groups
@@ -20,7 +21,15 @@ from mpo_jax.store.weights import PublishedWeights
 class WorkerProcess:
     """A process of its own (`experiments.rollout`), which outlives neither this context nor the learner."""
 
-    def __init__(self, config, workdir: Path, model: Pretrained, store: EpisodeStore, published: PublishedWeights):
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        workdir: Path,
+        model: Pretrained,
+        setting: Setting,
+        store: EpisodeStore,
+        published: PublishedWeights,
+    ):
         self.workdir = workdir
 
     def __enter__(self) -> "WorkerProcess":
@@ -58,12 +67,12 @@ class InlineWorker:
         config: ml_collections.ConfigDict,
         workdir: Path,
         model: Pretrained,
+        setting: Setting,
         store: EpisodeStore,
         published: PublishedWeights,
     ):
         self.groups_per_step, self.model, self.store, self.published = config.groups_per_step, model, store, published
-        tasks = parts.training_tasks(config)
-        self.rollout = parts.make_rollout(config, model, tasks, group_size=config.group_size, seed=config.seed)
+        self.rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
 
     def __enter__(self) -> "InlineWorker":
         return self

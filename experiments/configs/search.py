@@ -44,6 +44,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.turn_limit = 6
     config.renaming = 0.25  # share of training questions over made-up names, so that reading pays, not remembering
 
+    config.environment = "search"  # or "documents": a user's own, named in its section
+    config.documents = documents()
+
     config.evaluate_every = 20
     config.evaluation_questions = 256
     config.checkpoint_every = 10
@@ -59,3 +62,22 @@ def get_config() -> ml_collections.ConfigDict:
     for name in ("gspo", "gspo_token"):
         config[name].epsilon_low, config[name].epsilon_high = 0.05, 0.05
     return config
+
+
+def documents() -> ml_collections.ConfigDict:
+    """A user's own documents and questions; the packaged ones need none of it."""
+    section = ml_collections.ConfigDict()
+    section.corpus = ""  # JSON lines of {docid, text}
+    section.index = ""  # a folder that keeps the index of the corpus; in memory where empty
+    section.queries = ""  # JSON lines to train on
+    section.held_out = ""  # and to evaluate on; a quarter of the former where empty
+    section.format = "queries"  # {query_id, query, answer}, or "gaia", "hle"
+    section.qrels = ""  # TREC relevance judgements, for recall
+    section.actions = "words"  # as the packaged model writes them, or "tool_calls"
+    section.hits = 5
+    section.snippet_tokens = 512
+    section.grader = "exact"  # or "gaia", "judge"
+    section.judge_url = ""  # of an OpenAI-compatible server, as in http://127.0.0.1:8000/v1
+    section.judge_model = ""
+    section.judge_key_variable = "OPENAI_API_KEY"  # the environment variable with the server's key
+    return section

@@ -2,13 +2,13 @@
 
 import re
 import string
-import unicodedata
 import zlib
 from collections.abc import Sequence
 
 import gymnasium
 
 from mpo_jax.environments.corpus import Corpus, Document, Hit, factbook
+from mpo_jax.environments.graders import normalise_answer
 from mpo_jax.environments.questions import Question
 from mpo_jax.environments.questions import questions as packaged_questions
 
@@ -17,20 +17,6 @@ UNKNOWN_ACTION = "unknown action"
 NO_HITS = "no hits"
 MAXIMAL_TEXT = 4096
 CHARACTERS = string.ascii_letters + string.digits + string.punctuation + " \n"
-
-
-def normalise_answer(text: str) -> str:
-    """Brings an answer to the form in which answers are compared.
-
-    Args:
-      text: any text.
-
-    Returns:
-      Its words in lower-case ASCII without punctuation and articles, one blank between them.
-    """
-    folded = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
-    words = re.sub(r"[^a-z0-9\s]", "", re.sub(r"[-/]", " ", folded)).split()
-    return " ".join(word for word in words if word not in ("a", "an", "the"))
 
 
 class SearchEnvironment(gymnasium.Env):

@@ -5,8 +5,9 @@ import re
 
 import msgspec
 
+from mpo_jax.environments.graders import normalise_answer
 from mpo_jax.environments.questions import QUANTITIES, RELATIONS, Hop, Question, quantity
-from mpo_jax.environments.search import CUT, normalise_answer
+from mpo_jax.environments.search import CUT
 
 SECTIONS = (
     "introduction|geography|people and society|government|economy|energy|communications|transportation|military"

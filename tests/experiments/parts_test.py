@@ -5,7 +5,7 @@ import json
 import pytest
 from training import runs
 
-from experiments import parts
+from experiments import environments, parts
 from mpo_jax import algorithms
 from mpo_jax.models import pretrained
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
@@ -143,9 +143,9 @@ def test_corrupt_weights_are_named_and_the_older_ones_used(tmp_path, caplog):
 
 
 def test_tasks_are_a_stream_that_asks_everything_before_it_repeats():
-    stream = lambda seed: parts.training_tasks(runs.config(seed=seed))  # noqa: E731
+    stream = lambda seed: environments.training_questions(runs.config(seed=seed))  # noqa: E731
     tasks = stream(0)
-    pool = len(parts.questions("train"))
+    pool = len(environments.questions("train"))
     asked = [id(tasks(i)["question"]) for i in range(pool)]
     assert len(set(asked)) == pool
     assert [tasks(i) for i in (3, pool + 3)] == [stream(0)(i) for i in (3, pool + 3)]
@@ -153,7 +153,7 @@ def test_tasks_are_a_stream_that_asks_everything_before_it_repeats():
 
 
 def test_a_share_of_the_tasks_is_over_made_up_names():
-    tasks = parts.training_tasks(runs.config(renaming=0.5))
+    tasks = environments.training_questions(runs.config(renaming=0.5))
     share = sum(bool(tasks(i)["rename"]) for i in range(400)) / 400
     assert abs(share - 0.5) < 0.1  # four standard errors of 0.025
 
@@ -172,9 +172,9 @@ def test_groups_of_one_are_refused_where_they_are_compared():
 
 
 def test_fixed_questions_are_fixed():
-    held_out = parts.fixed_questions("held_out", 8)
-    assert held_out == parts.fixed_questions("held_out", 8) and len(held_out) == 8
-    assert len(parts.fixed_questions("train", 10**9)) == len(parts.questions("train"))
+    held_out = environments.fixed_questions("held_out", 8)
+    assert held_out == environments.fixed_questions("held_out", 8) and len(held_out) == 8
+    assert len(environments.fixed_questions("train", 10**9)) == len(environments.questions("train"))
 
 
 def test_the_first_state_is_the_warm_start_in_buffers_of_its_own():

@@ -16,8 +16,9 @@ import msgspec
 
 from mpo_jax.environments.corpus import Corpus, factbook
 from mpo_jax.environments.data.build_factbook import write_lines
+from mpo_jax.environments.graders import normalise_answer
 from mpo_jax.environments.questions import QUANTITIES, RELATIONS, Hop, Question, country_split, quantity
-from mpo_jax.environments.search import SearchEnvironment, normalise_answer
+from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 
 DESTINATION = pathlib.Path(__file__).with_name("questions.jsonl.xz")
