@@ -13,7 +13,8 @@ from mpo_jax.environments.documents import DocumentIndex, Found
 from mpo_jax.environments.graders import Grader, exact_match
 from mpo_jax.environments.question_files import Task
 from mpo_jax.environments.text import AnyText
-from mpo_jax.environments.tool_calls import ToolCall, describe_tools, read_turn
+from mpo_jax.environments.tools import describe_tools, read_turn
+from mpo_jax.models.tool_calls import ToolCall
 
 ANSWER = "answer"  # the call that ends an episode; no tool of the benchmark's
 _WORD = re.compile(r"\s*\S+")
@@ -43,7 +44,8 @@ class ActionFormat:
 
     Attributes:
       instructions: what stands before a question.
-      read: an action's calls; an answer is the call `answer(text)`.
+      read: an action's calls; an answer is the call `answer(text)`. Raises ValueError, with a message for the
+        policy, where it cannot be read.
       show: what a search found, with the snippets.
     """
 
@@ -57,15 +59,15 @@ def read_words(action: str) -> Sequence[ToolCall]:
     verb, _, argument = action.strip().partition(" ")
     names = {"search": "query", "open": "rank", "get_document": "docid", ANSWER: "text"}
     if (name := names.get(verb.lower())) is None:
-        return [ToolCall("", error="unknown action")]
+        raise ValueError("unknown action")
     tool = "get_document" if name == "rank" else verb.lower()
     return [ToolCall(tool, {name: argument.strip()})]
 
 
 def read_calls(action: str) -> Sequence[ToolCall]:
     """Reads `<tool_call>…</tool_call>`; a message without one is the answer."""
-    turn = read_turn(action)
-    return turn.calls or [ToolCall(ANSWER, {"text": turn.text})]
+    said, calls = read_turn(action)
+    return calls or [ToolCall(ANSWER, {"text": said})]
 
 
 def show_lines(found: Sequence[Found], snippets: Sequence[str]) -> str:
@@ -167,11 +169,16 @@ class DocumentSearchEnvironment(gymnasium.Env):
             raise RuntimeError("no episode is under way: call reset first")
         task, observations, answer = self._task, [], None
         self._turns += 1
-        for call in self._actions.read(action):
-            if call.name == ANSWER and not call.error:
+        try:
+            calls = self._actions.read(action)
+        except ValueError as error:
+            calls = ()
+            observations.append(str(error))
+        for call in calls:
+            if call.name == ANSWER:
                 answer = str(call.arguments.get("text", ""))
                 break
-            observations.append(call.error or self._carry_out(call))
+            observations.append(self._carry_out(call))
         success = answer is not None and self._grader(task.question, answer, task.answer)
         truncated = answer is None and self._turns >= self._turn_limit
         if answer is not None:

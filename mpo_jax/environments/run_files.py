@@ -35,7 +35,10 @@ def run_record(
     """
     result, counts, status = [], Counter(), "incomplete"
     for action, observation in zip(actions, observations[1:], strict=False):
-        calls = [call for call in actions_as.read(action) if not call.error]
+        try:
+            calls = actions_as.read(action)
+        except ValueError:  # it was told so, and no tool was called
+            continue
         for call in calls:
             if call.name == ANSWER:
                 result.append(_entry("output_text", None, None, str(call.arguments.get("text", ""))))
@@ -43,7 +46,7 @@ def run_record(
                 break
             counts[call.name] += 1
             # The outputs of several calls of one turn are one observation.
-            result.append(_entry("tool_call", call.name, json.dumps(call.arguments), observation))
+            result.append(_entry("tool_call", call.name, json.dumps(dict(call.arguments)), observation))
     return {
         "metadata": {"model": model},
         "query_id": query_id,

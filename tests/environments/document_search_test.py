@@ -16,7 +16,13 @@ from mpo_jax.environments.document_search import (
 from mpo_jax.environments.documents import Document, DocumentIndex
 from mpo_jax.environments.question_files import Task
 from mpo_jax.environments.run_files import run_record, write_run
-from mpo_jax.environments.tool_calls import ToolCall, write_call
+from mpo_jax.environments.tools import MAXIMAL_CALLS
+from mpo_jax.models.tool_calls import ToolCall, render
+
+
+def write_call(name, arguments):
+    return render(ToolCall(name, arguments))
+
 
 INDEX = DocumentIndex(
     [
@@ -98,10 +104,8 @@ def test_the_turn_limit_truncates():
         (write_call("rm", {"path": "/"}), "unknown tool 'rm'"),
         (write_call("search", {"query": ""}), "[]"),
         (write_call("search", {"query": [1]}), "[]"),
-        (
-            "<tool_call>{",
-            "the call is no JSON: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)",
-        ),
+        ("<tool_call>{", "tool call 1 is no JSON: Expecting property name enclosed in double quotes"),
+        (write_call("search", {}) * 17, f"17 tool calls in one message, expected at most {MAXIMAL_CALLS}"),
     ],
 )
 def test_calls_that_fail_cost_a_turn(action, observation):
@@ -124,14 +128,18 @@ def test_first_words():
 
 def test_formats():
     assert read_words("OPEN 2") == [ToolCall("get_document", {"rank": "2"})]
-    assert read_words("hello")[0].error == "unknown action"
+    with pytest.raises(ValueError, match="unknown action"):
+        read_words("hello")
     assert read_calls(" hi ") == [ToolCall("answer", {"text": "hi"})]
 
 
 def test_a_run_is_written_as_the_evaluator_reads_it(tmp_path):
     """Its fields: query_id, tool_call_counts, status, retrieved_docids, and result, which ends in the answer."""
     actions = [write_call("search", {"query": "x"}) + write_call("get_document", {"docid": "d2"}), "Exact Answer: y"]
-    record = run_record("q1", actions, ["q", "hits", "wrong"], ["d2", "d1", "d2"], actions_as=TOOL_CALLS, model="m")
+    actions.insert(1, "<tool_call>oops")
+    record = run_record(
+        "q1", actions, ["q", "hits", "no JSON", "wrong"], ["d2", "d1", "d2"], actions_as=TOOL_CALLS, model="m"
+    )
     path = write_run(tmp_path / "runs", record, "00000000/001")
     assert path.name == "run_00000000-001.json" and json.loads(path.read_text()) == record
     assert record["query_id"] == "q1" and record["status"] == "completed"
