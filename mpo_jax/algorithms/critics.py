@@ -141,6 +141,8 @@ def sao(
 ) -> Algorithm:
     """SAO: single episodes, skip-observation GAE, the ratio against the *sampling* policy, and a double-sided mask.
 
+    The critic's attention stays as it was in the warm start.
+
     See *SAO* (arXiv:2607.07508), which also uses (ε_low, ε_high) = (0.8, 3.0). Not published: whitening, which is ours.
     """
     return Algorithm(
@@ -153,6 +155,7 @@ def sao(
         needs=frozenset({"critic"}),
         anchor=lambda batch, evaluation: batch.behavior_logprobs,
         critic_updates=critic_updates,
+        critic_frozen=frozenset({"attention"}),
     )
 
 

@@ -36,6 +36,7 @@ class Algorithm:
       anchor: (batch, evaluation) -> log-probs that the ratio is against.
       correction: (old_logprobs, batch) -> weights and kept tokens, or None; for the rollout–trainer mismatch.
       critic_updates: of the critic for one of the policy.
+      critic_frozen: names of the critic's modules that are not trained.
       group_size: episodes of a prompt that the method suggests.
     """
 
@@ -50,6 +51,7 @@ class Algorithm:
     anchor: Callable[[Trajectories, Evaluation], Array] = lambda batch, evaluation: evaluation.logprobs
     correction: Callable[[Array, Trajectories], tuple[Array, Array]] | None = None
     critic_updates: int = 1
+    critic_frozen: frozenset[str] = frozenset()
     group_size: int = 1
 
 

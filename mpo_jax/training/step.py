@@ -70,6 +70,15 @@ class Optimizers:
     critic: optax.GradientTransformation
 
 
+def freeze(params: nnx.State, modules: frozenset[str]) -> nnx.State:
+    """The parameters, those within a module of such a name cut off from the gradient."""
+
+    def leaf(path: tuple, x: Array) -> Array:
+        return x if modules.isdisjoint(getattr(key, "key", None) for key in path) else jax.lax.stop_gradient(x)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
 def split_rows(tree, num_microbatches: int):
     """[B, …] leaves to [M, B/M, …]."""
     return jax.tree.map(lambda x: x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]), tree)
@@ -139,7 +148,8 @@ def make_train_step(
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
 
     def value_objective(params, batch: Trajectories, targets: Targets):
-        loss, metrics = algorithms.value_loss(algorithm, models.values(params, batch)[0], targets)
+        values, _ = models.values(freeze(params, algorithm.critic_frozen), batch)
+        loss, metrics = algorithms.value_loss(algorithm, values, targets)
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
 
     def gradient_step(objective, optimizer, params, optimizer_state, data):

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 from mpo_jax.algorithms import ALGORITHMS
+from mpo_jax.models import weights
 from mpo_jax.training.step import Optimizers, make_evaluate, make_train_step
 from training import runs
 
@@ -48,6 +49,18 @@ def test_the_same_step_serves_every_algorithm_and_is_traced_once(algorithm):
     for update_policy in (False, True, False):
         state, _ = learner.train_step(state, *runs.rows_of((batch, targets), [0, 1]), update_policy)
     assert traced and len(learner.traces) == traced
+
+
+def test_sao_leaves_the_critics_attention_as_it_was_and_trains_the_rest_of_it():
+    learner, state, batch, targets = ready("sao", minibatches=1)
+    before = weights.flatten(runs.frozen(state.critic))
+    state, _ = learner.train_step(state, batch, targets, True)
+    state, _ = learner.train_step(state, batch, targets, True)  # at first the value head is 0: the trunk has no gradient
+    changed = {name for name, x in weights.flatten(state.critic).items() if np.any(x != before[name])}
+    attention = {name for name in before if ".attention." in name}
+    assert len(attention) >= 4
+    assert not changed & attention
+    assert changed >= {name for name in before if ".mlp." in name}
 
 
 def test_a_stale_ratio_is_seen():
