@@ -64,10 +64,8 @@ class Sampler:
         self._num_cached = np.zeros(num_slots, np.int32)
         self._under_way: dict[int, _Turn] = {}
         self._cache = Cache.empty(config, num_slots, context_length)
-        graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
-        steps = min(steps_per_call or max_turn_tokens, max_turn_tokens)
-        self._read = jax.jit(functools.partial(_read, graph), donate_argnums=1)
-        self._sample = jax.jit(functools.partial(_sample, graph, steps), donate_argnums=1)
+        self._graph = _graph(config)
+        self._steps_per_call = min(steps_per_call or max_turn_tokens, max_turn_tokens)
 
     def load(self, params: nnx.State, version: int) -> None:
         """Takes new weights, between turns or within one; what older ones read is read anew at the next call."""
@@ -111,8 +109,16 @@ class Sampler:
         if not self._under_way:
             return {}
         self._read_unread()
-        wanted = min(self._turns_per_call, len(self._under_way))
-        self._cache, *sampled = self._sample(self._params, self._cache, self._rows(), len(self._under_way) - wanted)
+        may_be_left = max(len(self._under_way) - self._turns_per_call, 0)
+        self._cache, *sampled = _sample(
+            self._graph,
+            self.max_turn_tokens,
+            self._params,
+            self._cache,
+            self._rows(),
+            self._steps_per_call,
+            may_be_left,
+        )
         return self._take(*map(np.asarray, sampled))
 
     def _begin(self, slot: int, ids: list[int], seed: int, decoding: Decoding) -> "_Turn":
@@ -147,7 +153,7 @@ class Sampler:
                 rows[place], starts[place], counts[place] = slot, first, number
                 self._num_cached[slot] += number
                 unread[slot] -= number
-            self._cache = self._read(self._params, self._cache, rows, tokens, starts, counts)
+            self._cache = _read(self._graph, self._params, self._cache, rows, tokens, starts, counts)
 
     def _rows(self) -> "_Rows":
         """What `_sample` needs to know of every slot; those without a turn have no room."""
@@ -212,6 +218,13 @@ class _Rows:
     top_p: Array
 
 
+@functools.cache
+def _graph(config: TransformerConfig) -> nnx.GraphDef:
+    """One object a config, so that samplers of one config share what is compiled."""
+    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(graph, params, cache, rows, tokens, starts, counts):
     """The cache after rows[N] have read counts[N] of tokens[N,W] from starts[N] on; row B is none, of N = B all are."""
     model, (num_slots, context) = nnx.merge(graph, params), cache.keys[0].shape[:2]
@@ -224,12 +237,13 @@ def _read(graph, params, cache, rows, tokens, starts, counts):
     return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), cache, part)
 
 
-def _sample(graph, max_steps, params, cache, rows, may_be_left):
-    """Reads each row's last id and samples the next, until at most `may_be_left` rows go on, or `max_steps` times.
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
+def _sample(graph, width, params, cache, rows, steps, may_be_left):
+    """Reads each row's last id and samples the next, until at most `may_be_left` rows go on, or `steps` times.
 
     Returns:
-      The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [B,M], and how
-      many were sampled [B].
+      The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [B,width], and
+      how many were sampled [B].
     """
     model = nnx.merge(graph, params)
     head, context, num_slots = model.head(), cache.keys[0].shape[1], rows.tokens.shape[0]
@@ -252,9 +266,9 @@ def _sample(graph, max_steps, params, cache, rows, may_be_left):
         return step + 1, cache, token, sampled, logprobs, number, alive & ~stopped & (step + 1 < rows.room)
 
     def goes_on(carry):
-        return (carry[0] < max_steps) & (carry[-1].sum() > may_be_left)
+        return (carry[0] < steps) & (carry[-1].sum() > may_be_left)
 
-    empty = jnp.zeros((num_slots, max_steps))
+    empty = jnp.zeros((num_slots, width))
     carry = (0, cache, rows.tokens, empty.astype(jnp.int32), empty, jnp.zeros(num_slots, jnp.int32), rows.room > 0)
     _, cache, _, sampled, logprobs, number, _ = jax.lax.while_loop(goes_on, advance, carry)
     return cache, sampled, logprobs, number
