@@ -7,7 +7,7 @@ import pytest
 from mpo_jax.scoring import attribution
 from mpo_jax.scoring.attribution import Prediction
 from mpo_jax.scoring.transcripts import Mistake
-from tests.scoring import files
+from scoring import files
 
 
 @pytest.mark.parametrize(

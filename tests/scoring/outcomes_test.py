@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mpo_jax import evaluation
 from mpo_jax.scoring import outcomes, readers, report
 from mpo_jax.scoring.outcomes import Outcome
-from tests.scoring import files
+from scoring import files
 
 TAU_BENCH = files.DATA / "tau_bench" / "gpt-4o-airline.json"
 

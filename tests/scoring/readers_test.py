@@ -6,7 +6,7 @@ from mpo_jax.scoring import readers
 from mpo_jax.scoring.transcripts import Mistake, Tokens
 from mpo_jax.store.episode import Episode
 from mpo_jax.store.sqlite import EpisodeStore
-from tests.scoring import files
+from scoring import files
 
 
 def read(path, kind):

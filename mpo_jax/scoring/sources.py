@@ -1,0 +1,112 @@
+"""Where likelihoods come from: a model that is loaded here, or a server that has it."""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+
+import numpy as np
+import tokenizers
+
+from mpo_jax.models import pretrained
+from mpo_jax.models.tokenizer import ChatTokenizer
+from mpo_jax.scoring.likelihoods import Evaluator, Likelihoods
+from mpo_jax.scoring.pipeline import Source
+from mpo_jax.scoring.rendering import Tokenizer
+from mpo_jax.scoring.transcripts import Tokens
+
+
+def load_source(name: str, tokenizer: Tokenizer, *, top_k: int, max_tokens: int) -> Source:
+    """What evaluates token ids.
+
+    Args:
+      name: a model that `pretrained.load` finds, or `http://host:port/v1` of an OpenAI-compatible server, with `#model`
+        behind it where the server has several.
+      tokenizer: whose ids are evaluated.
+      top_k: k of the mean of the highest log-probs; 0 for none.
+      max_tokens: of the longest episode.
+
+    Raises:
+      ValueError: there is no such model, or its tokenizer is another.
+    """
+    if name.startswith(("http://", "https://")):
+        return Server(name, top_k=top_k)
+    model = pretrained.load(name)
+    if _vocabulary(model.tokenizer) != _vocabulary(tokenizer):
+        raise ValueError(f"{name}: another tokenizer than that of the policy; their log-probs cannot be compared")
+    return Evaluator(model, k=top_k, max_tokens=max_tokens)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a model that `pretrained.load` finds. Special tokens that a text spells out stay text."""
+    tokenizer = pretrained.load(name).tokenizer
+    if isinstance(tokenizer, tokenizers.Tokenizer):
+        tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:
+    return (tokenizer.tokenizer if isinstance(tokenizer, ChatTokenizer) else tokenizer).get_vocab()
+
+
+class Server:
+    """An OpenAI-compatible server that returns the log-probs of its prompt (vLLM, SGLang): `echo` with `logprobs`.
+
+    It gives neither entropies nor certainties; `top` only as far as it returns alternatives.
+
+    Args:
+      address: `http://host:port/v1`, `#model` behind it where the server has several.
+      top_k: how many alternatives to ask for.
+      timeout: seconds that an answer may take.
+    """
+
+    def __init__(self, address: str, *, top_k: int = 0, timeout: float = 600.0):
+        self.url, _, self.model = address.partition("#")
+        self.top_k, self.timeout = top_k, timeout
+
+    def __call__(self, episodes: Sequence[Tokens]) -> list[Likelihoods]:
+        """Likelihoods of each episode's action tokens, a request an episode.
+
+        Raises:
+          ValueError: the server refuses, or its answer is not one log-prob a token.
+        """
+        return [self._evaluate(tokens) for tokens in episodes]
+
+    def _evaluate(self, tokens: Tokens) -> Likelihoods:
+        answer = self._post(
+            {
+                **({"model": self.model} if self.model else {}),
+                "prompt": tokens.ids,
+                "max_tokens": 1,  # some servers refuse 0; what is sampled is left out below
+                "temperature": 0,
+                "echo": True,
+                "logprobs": max(self.top_k, 1),
+            }
+        )
+        try:
+            found = answer["choices"][0]["logprobs"]
+            logprobs = [np.nan if x is None else x for x in found["token_logprobs"]]
+            tops = [list(x.values()) if x else [np.nan] for x in found.get("top_logprobs") or [None] * len(logprobs)]
+        except (KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.url}: an answer without choices[0].logprobs.token_logprobs: {error!r}") from error
+        if len(logprobs) < len(tokens.ids):
+            raise ValueError(
+                f"{self.url}: {len(logprobs)} log-probs for {len(tokens.ids)} tokens: it does not echo them"
+            )
+        actions = np.flatnonzero(tokens.mask)
+        unknown = np.full(len(actions), np.nan, np.float32)
+        top = (
+            np.array([np.mean(sorted(tops[i])[-self.top_k :]) for i in actions], np.float32) if self.top_k else unknown
+        )
+        return Likelihoods(np.array(logprobs, np.float32)[actions], unknown, top, unknown)
+
+    def _post(self, body: dict) -> dict:
+        request = urllib.request.Request(
+            f"{self.url.rstrip('/')}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=self.timeout) as answer:
+                return json.load(answer)
+        except (urllib.error.URLError, TimeoutError, ValueError) as error:
+            detail = error.read().decode(errors="replace")[:300] if isinstance(error, urllib.error.HTTPError) else ""
+            raise ValueError(f"{self.url}: {error} {detail}".strip()) from error
