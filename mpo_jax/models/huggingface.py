@@ -142,7 +142,7 @@ def _check_head(tensors: Safetensors, rows: int = 4096) -> None:
 
 
 def save(folder: Path, config: TransformerConfig, params: nnx.State, *, dtype=jnp.bfloat16, shard_bytes=4 << 30):
-    """Writes `config.json` and safetensors files of at most `shard_bytes` (or one tensor), one file on the host at a time.
+    """Writes `config.json` and safetensors files of at most `shard_bytes` (or one tensor), one on the host at a time.
 
     Parameters that were read from files of `dtype` come out as they were, bit for bit.
     """

@@ -1,4 +1,4 @@
-"""A model in a folder: `config.json`, `tokenizer.json` and safetensors, of this library or Hugging Face; or a GGUF file."""
+"""A model by its folder, of this library or of Hugging Face, by a GGUF file, or by its name."""
 
 import dataclasses
 import importlib.util

@@ -1,4 +1,4 @@
-"""GGUF files: written here by llama.cpp's rules, read by us and by `transformers`; and a real model of 135M parameters."""
+"""GGUF files: written here by llama.cpp's rules, and a real one of 135M parameters against `transformers`."""
 
 import importlib.util
 
@@ -100,7 +100,7 @@ def test_parameters_are_those_of_the_model_that_was_written(name, tmp_path):
 def test_what_does_not_fit_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"tiny\.gguf.*missing tensor 'blk\.1\.ffn_up\.weight'"):
         pretrained.load(write(tmp_path / "tiny.gguf", "qwen3", leave_out=["blocks.1.mlp.up.kernel"]))
-    with pytest.raises(ValueError, match="rope.scaling.type is 'longrope'"):
+    with pytest.raises(ValueError, match=r"rope\.scaling\.type is 'longrope'"):
         pretrained.load(write(tmp_path / "tiny.gguf", "qwen3", **{"rope.scaling.type": "longrope"}))
     (tmp_path / "tiny.gguf").write_bytes(b"GGUF no more")
     with pytest.raises(ValueError, match=r"tiny\.gguf"):

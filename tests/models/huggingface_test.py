@@ -144,7 +144,7 @@ def test_a_config_that_asks_for_more_is_refused(folder, changes, message):
 def test_a_config_without_a_field_names_it(folder):
     fields = json.loads((folder / "config.json").read_text())
     del fields["hidden_size"]
-    with pytest.raises(ValueError, match="config.json lacks 'hidden_size'"):
+    with pytest.raises(ValueError, match=r"config\.json lacks 'hidden_size'"):
         read_config(fields)
 
 
