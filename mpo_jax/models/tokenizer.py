@@ -60,6 +60,14 @@ class ChatTokenizer:
         """Text of ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
 
+    def pieces(self, ids: list[int]) -> list[str]:
+        """The text of each id by itself, for display: special tokens by their names, cut characters as �."""
+        names = [self.tokenizer.id_to_token(i) for i in ids]
+        return [
+            f"⟨{i}⟩" if name is None else name if name in SPECIALS else self.tokenizer.decoder.decode([name])
+            for i, name in zip(ids, names, strict=True)
+        ]
+
     def render_observation(self, text: str, limit: int | None = None) -> list[int]:
         """What the environment contributes before an action: the text, cut to `limit` ids, in its frame."""
         return [self.user, *self.encode(text)[:limit], self.assistant]

@@ -101,12 +101,7 @@ class Learner:
         """
         step, start = int(state.step), time.monotonic()
         description = describe(episodes, step)
-        episodes = started(episodes)
-        batch, slots = self._pack(episodes)
-        judged = self.evaluate(state, batch)
-        if "privileged" in self.algorithm.needs:
-            judged = judged.replace(privileged_logprobs=self._privileged(state, episodes, batch, slots, judged))
-        targets = self.targets(batch, judged)
+        batch, _, judged, targets = self.prepare(state, started(episodes))
         evaluated = time.monotonic()
         totals: list[dict] = []
         for rows in self._minibatches(step, len(batch.tokens)):
@@ -119,6 +114,20 @@ class Learner:
         metrics |= description | {"fill": fill(batch), "rows": len(batch.tokens)}
         metrics |= {"seconds_evaluate": evaluated - start, "seconds_step": time.monotonic() - evaluated}
         return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
+
+    def prepare(
+        self, state: TrainState, episodes: Sequence[Episode]
+    ) -> tuple[Trajectories, np.ndarray, Evaluation, Targets]:
+        """Packs episodes that hold anything, and judges them once.
+
+        Returns:
+          The batch, int[B,S] with the index of each slot's episode (-1 = none), what the models say, and the targets.
+        """
+        batch, slots = self._pack(episodes)
+        judged = self.evaluate(state, batch)
+        if "privileged" in self.algorithm.needs:
+            judged = judged.replace(privileged_logprobs=self._privileged(state, episodes, batch, slots, judged))
+        return batch, slots, judged, self.targets(batch, judged)
 
     def explained_variance(self, state: TrainState, episodes: Sequence[Episode]) -> float:
         """What the critic explains of the returns of episodes that it was not trained on."""

@@ -84,3 +84,11 @@ def test_load_of_a_damaged_file_names_it(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         ChatTokenizer.load(tmp_path / "tokenizer.json")
+
+
+def test_pieces_are_the_text_of_each_id_by_itself():
+    ids = [*TOKENIZER.render_observation("search é"), TOKENIZER.end_of_turn, 9999]
+    pieces = TOKENIZER.pieces(ids)
+    assert len(pieces) == len(ids)
+    assert (pieces[0], pieces[-3:]) == ("<user>", ["<assistant>", "<end>", "⟨9999⟩"])
+    assert "".join(pieces[1:-3]) == " search e"  # accents are folded

@@ -1,0 +1,53 @@
+"""The viewer's program: a run's episodes and their credit in one file."""
+
+import json
+import re
+import types
+
+import pytest
+from training import runs
+
+from experiments import parts, view
+from mpo_jax.store.sqlite import EpisodeStore
+
+
+@pytest.fixture
+def show(tmp_path, monkeypatch):
+    """Writes the page of a run of two groups and returns its data."""
+    config = runs.config(row_tokens=64, row_sequences=4)
+    parts.claim_workdir(tmp_path, config)
+    store = EpisodeStore(tmp_path / "episodes.sqlite")
+    for group in runs.make_groups():
+        store.add(group[0].group_id, group)
+    store.take(1, 0)
+    store.close()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "success": 0.0}\n{"step": 1, "success": 1.0}\n')
+
+    def main(**flags):
+        values = {"WORKDIR": str(tmp_path), "GROUPS": 64, "OUTPUT": str(tmp_path / "page.html"), "PORT": 0}
+        for name, value in (values | flags).items():
+            monkeypatch.setattr(view, name, types.SimpleNamespace(value=value))
+        view.main(None)
+        text = (tmp_path / "page.html").read_text()
+        return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+    return main
+
+
+def test_episodes_without_credit(show):
+    data = show(CREDIT=False, GROUPS=1)
+    assert [row["group"] for row in data["episodes"]] == [1] * 4
+    assert {tuple(row["credit"]) for row in data["episodes"]} == {("logprob",)}
+    assert data["curves"][0]["name"] == "success"
+    episode = runs.flat(runs.make_groups())[4]
+    assert data["episodes"][0]["pieces"] == runs.model().tokenizer.pieces(episode.tokens)
+
+
+@pytest.mark.slow
+def test_episodes_with_the_credit_of_the_runs_algorithm(show):
+    data = show(CREDIT=True)
+    assert [(row["group"], row["step"]) for row in data["episodes"]] == [(0, 0)] * 4 + [(1, None)] * 4
+    for row in data["episodes"]:
+        assert row["credit"].keys() == {"logprob", "advantage", "ratio", "gap", "progress", "entropy", "value"}
+        assert all(len(x) == row["sampled"].count("1") for x in row["credit"].values())
+        assert not any(row["credit"]["progress"])  # no checkpoint: the warm start is compared with itself
