@@ -11,9 +11,10 @@ test test-fast: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 .PHONY: train test test-fast lint clean
 .DELETE_ON_ERROR:
 
-.venv/.installed: requirements.txt requirements-test.txt
+.venv/.installed: requirements.txt requirements-test.txt requirements-envs.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt -r requirements-test.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-envs.txt
 	touch $@
 
 .venv-peers/.installed: requirements-peers.txt | .venv/.installed

@@ -1,6 +1,7 @@
 """The environments that a config can name: how each is made, and which of its tasks are asked when."""
 
 import dataclasses
+import json
 import os
 import random
 import zlib
@@ -13,6 +14,7 @@ import ml_collections
 from mpo_jax.environments.document_search import ACTION_FORMATS, DocumentSearchEnvironment
 from mpo_jax.environments.documents import DocumentIndex
 from mpo_jax.environments.graders import GRADERS, Grader
+from mpo_jax.environments.isolated import IsolatedEnvironment
 from mpo_jax.environments.judge import Judge
 from mpo_jax.environments.question_files import QUESTION_FORMATS, Task
 from mpo_jax.environments.questions import SPLITS, Question, questions
@@ -44,7 +46,7 @@ def build(config: ml_collections.ConfigDict, tokenizer: ChatTokenizer) -> Settin
     Raises:
       ValueError: there is no such environment, or its section of the config does not hold together.
     """
-    known = {"search": search, "documents": documents}
+    known = {"search": search, "documents": documents, "adapter": adapter}
     return _one_of("environment", config.environment, known)(config, tokenizer)
 
 
@@ -102,6 +104,36 @@ def documents(config: ml_collections.ConfigDict, tokenizer: ChatTokenizer) -> Se
     return Setting(
         make=lambda: DocumentSearchEnvironment(everything, index, **settings),
         training_task=lambda group_id: {"task": shuffled(group_id, len(tasks["train"]), config.seed)},
+        fixed_tasks=fixed_tasks,
+    )
+
+
+def adapter(config: ml_collections.ConfigDict, tokenizer: ChatTokenizer) -> Setting:
+    """Any gymnasium environment of text, each in a process of its own; a task is a number, the held-out ones come last.
+
+    Raises:
+      ValueError: the class or its arguments are not named as they must be, or there are no tasks.
+    """
+    section = config.adapter
+    try:
+        arguments = json.loads(section.arguments)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"adapter.arguments is {section.arguments!r}, expected a JSON object: {error}") from error
+    if not isinstance(arguments, dict):
+        raise ValueError(f"adapter.arguments is {section.arguments!r}, expected a JSON object")
+    sizes = {"train": section.train_tasks, "held_out": section.held_out_tasks}
+    if min(sizes.values()) < 1:
+        raise ValueError(f"adapter has {sizes} tasks, expected at least one of each")
+    IsolatedEnvironment(section.target, arguments, seconds=section.seconds)  # bad input is told here
+    first = {"train": 0, "held_out": section.train_tasks}
+
+    def fixed_tasks(split: str, number: int) -> list[dict[str, Any]]:
+        places = range(first[split], first[split] + sizes[split])
+        return [{"task": place} for place in random.Random(split).sample(places, min(number, len(places)))]
+
+    return Setting(
+        make=lambda: IsolatedEnvironment(section.target, arguments, seconds=section.seconds),
+        training_task=lambda group_id: {"task": shuffled(group_id, section.train_tasks, config.seed)},
         fixed_tasks=fixed_tasks,
     )
 

@@ -44,8 +44,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.turn_limit = 6
     config.renaming = 0.25  # share of training questions over made-up names, so that reading pays, not remembering
 
-    config.environment = "search"  # or "documents": a user's own, named in its section
+    config.environment = "search"  # or "documents", "adapter": what their sections name
     config.documents = documents()
+    config.adapter = adapter()
 
     config.evaluate_every = 20
     config.evaluation_questions = 256
@@ -80,4 +81,15 @@ def documents() -> ml_collections.ConfigDict:
     section.judge_url = ""  # of an OpenAI-compatible server, as in http://127.0.0.1:8000/v1
     section.judge_model = ""
     section.judge_key_variable = "OPENAI_API_KEY"  # the environment variable with the server's key
+    return section
+
+
+def adapter() -> ml_collections.ConfigDict:
+    """An environment that others wrote, or a user's own: any gymnasium environment of text."""
+    section = ml_collections.ConfigDict()
+    section.target = "mpo_jax.environments.textworld_express:TextWorldExpress"  # package.module:Class
+    section.arguments = "{}"  # of the class, as JSON, such as {"game": "mapreader"}
+    section.train_tasks = 256  # numbers 0..255, given to its reset as options={"task": …}
+    section.held_out_tasks = 64  # and 256..319
+    section.seconds = 60.0  # that a reset or a step may take
     return section

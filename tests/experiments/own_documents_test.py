@@ -94,7 +94,7 @@ def test_faults_are_named(files, section, message):
 
 
 def test_an_unknown_environment_is_named():
-    with pytest.raises(ValueError, match="environment is 'chess', expected one of: search, documents"):
+    with pytest.raises(ValueError, match="environment is 'chess', expected one of: search, documents, adapter"):
         environments.build(runs.config(environment="chess"), runs.model().tokenizer)
 
 
