@@ -23,7 +23,7 @@ from mpo_jax import evaluation
 from mpo_jax.environments.questions import Question
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
-from mpo_jax.models import pretrained, weights
+from mpo_jax.models import weights
 from mpo_jax.scoring import readers, report
 from mpo_jax.store.weights import PublishedWeights
 
@@ -78,7 +78,7 @@ def main(_):
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     parts.change(config, SET.value)
-    model = pretrained.load(config.model)
+    model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
     rollout = parts.make_rollout(

@@ -15,6 +15,8 @@ from flax import nnx
 from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
+from mpo_jax.models import pretrained
+from mpo_jax.models.chat import TemplateTokenizer
 from mpo_jax.models.pretrained import Pretrained, critic_params
 from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
@@ -37,6 +39,20 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         for parameter, value in ((trim_threshold, 2**31 - 1), (mmap_max, 0), (arena_max, 1)):
             mallopt(parameter, value)
+
+
+def load_model(config: ml_collections.ConfigDict) -> Pretrained:
+    """The configured model; its chat begins with the configured system message, if there is one.
+
+    Raises:
+      ValueError: it cannot be read, or is a tiny one, whose chat has no system message.
+    """
+    model = pretrained.load(config.model)
+    if not config.system:
+        return model
+    if not isinstance(model.tokenizer, TemplateTokenizer):
+        raise ValueError(f"system is {config.system!r}, but the chat of {config.model} has no system message")
+    return dataclasses.replace(model, tokenizer=model.tokenizer.introduced(config.system))
 
 
 def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
@@ -133,7 +149,7 @@ def make_rollout(
         num_slots=config.num_slots,
         context_length=config.context_length,
         max_turn_tokens=config.max_turn_tokens,
-        end_of_turn=model.tokenizer.end_of_turn,
+        stop_ids=model.tokenizer.stop_ids,
         decoding=decoding,
     )
     return Rollout(

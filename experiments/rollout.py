@@ -10,7 +10,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from experiments import environments, parts
-from mpo_jax.models import pretrained, weights
+from mpo_jax.models import weights
 from mpo_jax.rollout.worker import run_worker, stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -25,7 +25,7 @@ def main(_):
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
-    model = pretrained.load(config.model)
+    model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
     store = EpisodeStore(workdir / "episodes.sqlite")

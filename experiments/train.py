@@ -13,7 +13,6 @@ from ml_collections import config_flags
 
 from experiments import environments, parts
 from experiments.workers import InlineWorker, WorkerProcess
-from mpo_jax.models import pretrained
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -36,7 +35,7 @@ def main(_):
     algorithm = parts.make_algorithm(config)
     parts.settle_groups(config, algorithm)
     settings = parts.make_settings(config)
-    model = pretrained.load(config.model)
+    model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     parts.claim_workdir(workdir, config)
     optimizers = parts.make_optimizers(config)

@@ -16,7 +16,8 @@ def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.algorithm = "mpo"
     config.seed = 0
-    config.model = "search_tiny"  # a packaged model or a folder that experiments.pretrain wrote
+    config.model = "search_tiny"  # a packaged model, a folder that experiments.pretrain wrote, or one of Hugging Face
+    config.system = ""  # what a language model is told before the first observation
 
     config.num_steps = 100
     config.episodes_per_step = 128

@@ -94,6 +94,12 @@ class TemplateTokenizer:
         except ValueError as error:
             raise ValueError(f"{folder}: {error}") from error
 
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the template tells of tools that it is given."""
+        probe = dataclasses.replace(self.template, tools=[{"type": "function", "function": {"name": SAID}}])
+        return SAID in probe.render([_said("user", "")], add_generation_prompt=True)
+
     def introduced(self, system: str = "", tools: Sequence[Mapping[str, Any]] = ()) -> "TemplateTokenizer":
         """The same, with a system message and tools before the first text."""
         return TemplateTokenizer(

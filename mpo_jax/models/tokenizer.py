@@ -39,6 +39,7 @@ class ChatTokenizer:
         self.tokenizer = tokenizer
         self.vocab_size: int = tokenizer.get_vocab_size()
         self.pad, self.user, self.assistant, self.end_of_turn = (ids[name] for name in SPECIALS)
+        self.stop_ids = (self.end_of_turn,)
 
     @classmethod
     def load(cls, path: Path | str) -> "ChatTokenizer":

@@ -16,7 +16,7 @@ class Decoding:
       temperature: the logits are divided by it; 0 always takes the likeliest id.
       top_k: only so many of the likeliest ids can be drawn (and those that tie with the last); 0 = all.
       top_p: only the likeliest ids that together have this probability can be drawn, after top_k; 1 = all.
-      stop_ids: ids that end a turn where they are sampled, besides the engine's end of turn.
+      stop_ids: ids that end a turn where they are sampled, besides the engine's.
       max_tokens: most ids of a turn, below the engine's own limit; None leaves it at that.
 
     Raises:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import chex
 import jax
@@ -41,7 +41,7 @@ class Sampler:
         num_slots: int,
         context_length: int,
         max_turn_tokens: int,
-        end_of_turn: int,
+        stop_ids: Sequence[int],
         decoding: Decoding = EXACT,
         turns_per_call: int | None = None,
         steps_per_call: int | None = None,
@@ -51,13 +51,13 @@ class Sampler:
         Args:
           config: of the transformer.
           num_slots, context_length, max_turn_tokens: see above.
-          end_of_turn: the id with which the policy ends a turn.
+          stop_ids: the ids with which the policy ends a turn.
           decoding: how turns are sampled where a call does not say.
           turns_per_call: a call returns once so many of the turns under way have ended; by default all.
           steps_per_call: or after so many tokens, whatever has ended; by default after a whole turn.
         """
         self.num_slots, self.context_length = num_slots, context_length
-        self.max_turn_tokens, self.end_of_turn = max_turn_tokens, end_of_turn
+        self.max_turn_tokens, self.stop_ids = max_turn_tokens, tuple(stop_ids)
         self.decoding, self.exact, self.version = decoding, decoding.exact, -1
         self._turns_per_call = turns_per_call or num_slots
         self._contexts: list[list[int]] = [[] for _ in range(num_slots)]
@@ -127,7 +127,7 @@ class Sampler:
         room = self.context_length - len(self._contexts[slot])
         if not 0 < len(ids) < room:
             raise ValueError(f"slot {slot}: {len(ids)} new tokens; expected 1 to {room - 1}, the room that is left")
-        if len(stop_ids := (self.end_of_turn, *decoding.stop_ids)) > STOP_IDS:
+        if len(stop_ids := self.stop_ids + decoding.stop_ids) > STOP_IDS:
             raise ValueError(f"slot {slot}: {len(stop_ids)} stop ids, expected at most {STOP_IDS}")
         start = len(self._contexts[slot]) + len(ids)
         limit = min(self.max_turn_tokens, decoding.max_tokens or self.max_turn_tokens)

@@ -61,13 +61,7 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Turns the environment's text into ids and the policy's ids into text; no id is ever made from sampled text.
-
-    Attributes:
-      end_of_turn: the id with which the policy ends a turn.
-    """
-
-    end_of_turn: int
+    """Turns the environment's text into ids and the policy's ids into text; no id is ever made from sampled text."""
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids."""

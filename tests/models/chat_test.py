@@ -65,6 +65,7 @@ def test_tools_are_rendered_by_the_template():
     made = THINKING.introduced("Be brief.", [tool])
     assert made.render_prompt("q") == whole(made, [say("system", "Be brief."), say("user", "q")])
     assert json.dumps(tool, ensure_ascii=False) in made.decode(made.render_prompt("q"))
+    assert THINKING.knows_tools and not PLAIN.knows_tools
 
 
 @given(st.lists(st.sampled_from([*chats.SPECIALS, "<", "|", "im", " ", "a"]), max_size=6).map("".join))

@@ -24,7 +24,7 @@ from mpo_jax.rollout.engine import Sampler
 
 def build(**options):
     """Shares what is compiled with the engine of `engine_test`."""
-    sizes = {"num_slots": SLOTS, "context_length": CONTEXT, "max_turn_tokens": TURN, "end_of_turn": END}
+    sizes = {"num_slots": SLOTS, "context_length": CONTEXT, "max_turn_tokens": TURN, "stop_ids": [END]}
     engine = Sampler(CONFIG, **sizes | options)
     engine.load(PARAMS, 1)
     return engine

@@ -23,7 +23,7 @@ evaluate = jax.jit(
 
 def build(decoding=EXACT):
     engine = Sampler(
-        CONFIG, num_slots=SLOTS, context_length=CONTEXT, max_turn_tokens=TURN, end_of_turn=END, decoding=decoding
+        CONFIG, num_slots=SLOTS, context_length=CONTEXT, max_turn_tokens=TURN, stop_ids=[END], decoding=decoding
     )
     engine.load(PARAMS, 1)
     return engine
