@@ -6,26 +6,22 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import ml_collections
 import optax
-from flax import nnx
 
 from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
 from mpo_jax.models import pretrained
 from mpo_jax.models.chat import TemplateTokenizer
-from mpo_jax.models.pretrained import Pretrained, critic_params
-from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
 from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
 from mpo_jax.training.learner import Learner, Settings, describe
-from mpo_jax.training.step import Models, Optimizers, TrainState
+from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
 
 
 def keep_freed_memory() -> None:
@@ -93,8 +89,7 @@ def make_settings(config: ml_collections.ConfigDict) -> Settings:
 
 def make_models(model: Pretrained) -> Models:
     """Graphs of policy and critic."""
-    policy, critic = (nnx.eval_shape(lambda f=f: f(model.config, rngs=nnx.Rngs(0))) for f in (Transformer, Critic))
-    return Models(policy=nnx.graphdef(policy), critic=nnx.graphdef(critic))
+    return Models.of(model.config)
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
@@ -113,24 +108,8 @@ def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
 
 
 def make_state(model: Pretrained, algorithm: algorithms.Algorithm, optimizers: Optimizers) -> TrainState:
-    """The state before the first step: policy and reference are the warm start, the critic's trunk too.
-
-    Everything is a copy of its own, since the train step is given its buffers.
-    """
-
-    def copy() -> nnx.State:
-        return jax.tree.map(jnp.copy, model.params)
-
-    critic = critic_params(model.config, copy()) if "critic" in algorithm.needs else None
-    return TrainState(
-        step=jnp.int32(0),
-        policy=copy(),
-        critic=critic,
-        reference=copy() if "reference" in algorithm.needs else None,
-        policy_optimizer=optimizers.policy.init(model.params),
-        critic_optimizer=None if critic is None else optimizers.critic.init(critic),
-        skipped=jnp.int32(0),
-    )
+    """The state before the first step."""
+    return initial_state(model.config, model.params, algorithm, optimizers)
 
 
 def make_rollout(

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from mpo_jax.kernels import linear_logprobs
-from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.models.transformer import Critic, Transformer, by_rows
 from mpo_jax.types import Array, Trajectories
 
 
@@ -19,9 +19,8 @@ def token_logprobs(model: Transformer, batch: Trajectories) -> tuple[Array, Arra
     """
     hidden, _ = model(batch.tokens, batch.positions, batch.sequence_ids)
     rows, length, width = hidden.shape
-    logprobs, entropy = linear_logprobs(
-        hidden[:, :-1].reshape(-1, width), model.head(), batch.tokens[:, 1:].reshape(-1)
-    )
+    hidden = by_rows(hidden[:, :-1].reshape(-1, width), "tensor")  # where heads are divided, tokens are here
+    logprobs, entropy = linear_logprobs(hidden, model.head(), batch.tokens[:, 1:].reshape(-1))
     unpredicted = starts_of_sequences(batch)[:, 1:]
 
     def shift(x):

@@ -10,8 +10,19 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from mpo_jax.types import Array
+
+MESH_AXES = ("data", "fsdp", "tensor", "expert")
+ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are divided
+
+
+REMAT = {  # what of a block is kept for the backward pass; the rest is computed again
+    "all": jax.checkpoint_policies.everything_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +57,12 @@ class TransformerConfig:
     qk_norm: bool = True
     tied_embeddings: bool = True
     smeared_keys: bool = False
+    scan_layers: bool = False
+    remat: str = "all"
 
     def __post_init__(self):
+        if self.remat not in REMAT:
+            raise ValueError(f"remat={self.remat!r}, expected one of: {', '.join(REMAT)}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
         if self.head_dim % 2:
@@ -70,6 +85,13 @@ class Cache:
         shape = (num_rows, context_length, config.num_kv_heads, config.head_dim)
         keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
         return cls(keys=keys, values=values)
+
+
+def by_rows(x: Array, *more_axes: str) -> Array:
+    """x[B,…], its first dimension divided over the mesh in use; x itself where none is set (`jax.set_mesh`)."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return x
+    return jax.lax.with_sharding_constraint(x, PartitionSpec((*ROWS, *more_axes)))
 
 
 def rotate(x: Array, positions: Array, theta: float) -> Array:
@@ -168,7 +190,11 @@ class Transformer(nnx.Module):
         self.embedding = nnx.Embed(
             config.vocab_size, config.width, embedding_init=nnx.initializers.normal(config.width**-0.5), rngs=rngs
         )
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
+        if config.scan_layers:
+            make = nnx.vmap(lambda rngs: Block(config, rngs=rngs))
+            self.blocks = nnx.split_rngs(splits=config.num_layers)(make)(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
         self.final_norm = nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
         if not config.tied_embeddings:
             self.output = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
@@ -194,16 +220,42 @@ class Transformer(nnx.Module):
         else:
             mask = jnp.arange(cache.keys[0].shape[1])[None, None, :] <= positions[:, :, None]
         x = self.embedding(tokens)
-        layers = []
-        for index, block in enumerate(self.blocks):
-            entry = None if cache is None else (cache.keys[index], cache.values[index])
-            x, entry = block(x, positions, mask, entry)
-            layers.append(entry)
-        x = self.final_norm(x)
         if cache is None:
-            return x, None
+            return self.final_norm(self._read(x, positions, mask)), None
+        layers = []
+        for index in range(self.config.num_layers):
+            x, entry = self._block(index)(x, positions, mask, (cache.keys[index], cache.values[index]))
+            layers.append(entry)
         keys, values = zip(*layers, strict=True)
-        return x, Cache(keys=keys, values=values)
+        return self.final_norm(x), Cache(keys=keys, values=values)
+
+    def _read(self, x: Array, positions: Array, mask: Array) -> Array:
+        """All blocks on whole rows [B,T,D]."""
+
+        graph, *params = self._split_blocks()
+
+        def layer(x, params):
+            return nnx.merge(graph, params)(by_rows(x), positions, mask, None)[0], None
+
+        if self.config.remat != "all":
+            layer = jax.checkpoint(layer, policy=REMAT[self.config.remat])
+        if self.config.scan_layers:
+            return jax.lax.scan(layer, x, *params)[0]
+        for one in params:
+            x, _ = layer(x, one)
+        return x
+
+    def _split_blocks(self) -> tuple:
+        """The graph of a block, and the parameters: of all blocks in one where they are stacked, else one a block."""
+        if self.config.scan_layers:
+            return nnx.split(self.blocks)
+        return nnx.graphdef(self.blocks[0]), *(nnx.state(block) for block in self.blocks)
+
+    def _block(self, index: int) -> Block:
+        if not self.config.scan_layers:
+            return self.blocks[index]
+        graph, params = nnx.split(self.blocks)
+        return nnx.merge(graph, jax.tree.map(lambda x: x[index], params))
 
     def head(self) -> Array:
         """The output projection, float[D,V]."""
@@ -221,3 +273,29 @@ class Critic(nnx.Module):
         """float[B,T]: the value of the prefix that ends *with* each token (`evaluation` shifts it)."""
         hidden, _ = self.trunk(tokens, positions, segment_ids)
         return self.value(hidden)[..., 0]
+
+
+def stacked(params: nnx.State) -> nnx.State:
+    """The parameters of `scan_layers=False` as those of `scan_layers=True`: block i is entry i of a leading axis."""
+    layers: dict[tuple, list] = {}
+    for path, leaf in nnx.to_flat_state(params):
+        whole = tuple(key for key in path if not isinstance(key, int))
+        layers.setdefault(whole, []).append(leaf)
+    join = [
+        (path, leaves[0].replace(jnp.stack([x.get_value() for x in leaves])) if "blocks" in path else leaves[0])
+        for path, leaves in layers.items()
+    ]
+    return nnx.from_flat_state(join)
+
+
+def unstacked(params: nnx.State) -> nnx.State:
+    """Undoes `stacked`."""
+    flat = []
+    for path, leaf in nnx.to_flat_state(params):
+        if "blocks" not in path:
+            flat.append((path, leaf))
+            continue
+        place = path.index("blocks") + 1
+        for index, value in enumerate(leaf.get_value()):
+            flat.append(((*path[:place], index, *path[place:]), leaf.replace(value)))
+    return nnx.from_flat_state(sorted(flat, key=lambda item: [str(key).zfill(6) for key in item[0]]))

@@ -56,7 +56,7 @@ def pack(
     layout = first_fit_decreasing([len(e.tokens) for e in episodes], row_tokens, row_sequences)
     num_rows = -(-max(len(layout), 1) // row_multiple) * row_multiple
     slots = np.full((num_rows, row_sequences), -1)
-    batch = _empty(num_rows, row_tokens, row_sequences)
+    batch = empty(num_rows, row_tokens, row_sequences)
     groups = {group: index for index, group in enumerate(dict.fromkeys(e.group_id for e in episodes))}
     for row, members in enumerate(layout):
         start, first_turn = 0, 0
@@ -70,7 +70,9 @@ def pack(
     return batch, slots
 
 
-def _empty(rows: int, tokens: int, sequences: int) -> Trajectories:
+def empty(rows: int, tokens: int, sequences: int) -> Trajectories:
+    """A batch of padding."""
+
     def full(value, dtype):
         return np.full((rows, tokens), value, dtype)
 

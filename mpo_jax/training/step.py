@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
 from mpo_jax import algorithms
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.models.evaluation import prefix_values, token_logprobs
+from mpo_jax.models.pretrained import critic_params
 from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
+from mpo_jax.training import sharding
 from mpo_jax.types import Array, Evaluation, Targets, Trajectories
 
 Metrics = dict[str, Array]
@@ -41,10 +44,25 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The static half of policy and critic: their graphs, to be merged with parameters inside a jitted function."""
+    """The static half of policy and critic: their graphs, to be merged with parameters inside a jitted function.
+
+    Attributes:
+      policy, critic: graphs.
+      compute_dtype: that parameters are cast to before use; they, their gradients' sums and the optimiser's state keep
+        their own.
+    """
 
     policy: nnx.GraphDef
     critic: nnx.GraphDef
+    compute_dtype: DTypeLike = jnp.float32
+
+    @classmethod
+    def of(cls, config: TransformerConfig) -> "Models":
+        """The graphs of a shape."""
+        policy, critic = (
+            nnx.eval_shape(lambda make=make: make(config, rngs=nnx.Rngs(0))) for make in (Transformer, Critic)
+        )
+        return cls(policy=nnx.graphdef(policy), critic=nnx.graphdef(critic))
 
     @classmethod
     def create(cls, config: TransformerConfig, seed: int) -> tuple["Models", nnx.State, nnx.State]:
@@ -55,11 +73,14 @@ class Models:
 
     def logprobs(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
         """Log-probabilities and entropies [B,T] under policy parameters."""
-        return token_logprobs(nnx.merge(self.policy, params), batch)
+        return token_logprobs(nnx.merge(self.policy, self._cast(params)), batch)
 
     def values(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
         """Values [B,T] and final values [B,S] under critic parameters."""
-        return prefix_values(nnx.merge(self.critic, params), batch)
+        return prefix_values(nnx.merge(self.critic, self._cast(params)), batch)
+
+    def _cast(self, params: nnx.State) -> nnx.State:
+        return jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +100,37 @@ def freeze(params: nnx.State, modules: frozenset[str]) -> nnx.State:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
+def initial_state(
+    config: TransformerConfig, params: nnx.State, algorithm: Algorithm, optimizers: Optimizers
+) -> TrainState:
+    """The state before the first step: policy and reference are the warm start, the critic's trunk too.
+
+    Everything is a copy of its own, since the train step is given its buffers.
+    """
+
+    def copy() -> nnx.State:
+        return jax.tree.map(jnp.copy, params)
+
+    critic = critic_params(config, copy()) if "critic" in algorithm.needs else None
+    return TrainState(
+        step=jnp.int32(0),
+        policy=copy(),
+        critic=critic,
+        reference=copy() if "reference" in algorithm.needs else None,
+        policy_optimizer=optimizers.policy.init(params),
+        critic_optimizer=None if critic is None else optimizers.critic.init(critic),
+        skipped=jnp.int32(0),
+    )
+
+
 def split_rows(tree, num_microbatches: int):
-    """[B, …] leaves to [M, B/M, …]."""
-    return jax.tree.map(lambda x: x.reshape(num_microbatches, x.shape[0] // num_microbatches, *x.shape[1:]), tree)
+    """[B, …] leaves to [M, B/M, …]; microbatch m has rows m, m+M, …, so that every device keeps its own rows."""
+    return jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), tree)
+
+
+def join_rows(tree):
+    """Undoes `split_rows`."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
 def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 1) -> Callable:
@@ -104,7 +153,7 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
 
     def evaluate(state: TrainState, batch: Trajectories) -> Evaluation:
         parts = jax.lax.map(functools.partial(evaluate_rows, state), split_rows(batch, num_microbatches))
-        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), parts)
+        return join_rows(parts)
 
     return jax.jit(evaluate)
 
@@ -184,6 +233,6 @@ def make_train_step(
         _, shapes = jax.eval_shape(step_policy, state, data)
         idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
         state, metrics = jax.lax.cond(update_policy, step_policy, lambda state, data: (state, idle), state, data)
-        return state, value_metrics | metrics
+        return sharding.constrained(state), value_metrics | metrics
 
     return jax.jit(train_step, donate_argnums=0)
