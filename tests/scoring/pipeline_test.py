@@ -93,6 +93,20 @@ def test_scores_from_two_models(tmp_path, model, episodes, ending):
     assert not (tmp_path / f"out.{ending}.work").exists()
 
 
+def test_the_top_k_form_compares_the_highest_log_probs(tmp_path, model, episodes):
+    def source(top):
+        def evaluate(chunk):
+            sizes = [sum(tokens.mask) for tokens in chunk]
+            return [Likelihoods(*(np.full(n, x, np.float32) for x in (-1.0, 1.0, top, 0.0))) for n in sizes]
+
+        return evaluate
+
+    form = Aggregation(top_k=True)
+    job = Job(episodes, "messages", str(tmp_path / "out.jsonl"), "p", "r", aggregation=form)
+    pipeline.score(job, {"p": source(-5.0), "r": source(-3.0)}.__getitem__, lambda: model.tokenizer)
+    assert {row["score"] for row in tables.read_table(job.output)} == {-2.0}
+
+
 def test_an_interrupted_run_goes_on_and_another_job_does_not(tmp_path, model, episodes, monkeypatch):
     monkeypatch.setattr(pipeline, "CHUNK", 2)
     job = Job(episodes, "messages", str(tmp_path / "out.csv"), "policy", "reference")

@@ -55,7 +55,9 @@ def test_sao_leaves_the_critics_attention_as_it_was_and_trains_the_rest_of_it():
     learner, state, batch, targets = ready("sao", minibatches=1)
     before = weights.flatten(runs.frozen(state.critic))
     state, _ = learner.train_step(state, batch, targets, True)
-    state, _ = learner.train_step(state, batch, targets, True)  # at first the value head is 0: the trunk has no gradient
+    state, _ = learner.train_step(
+        state, batch, targets, True
+    )  # at first the value head is 0: the trunk has no gradient
     changed = {name for name, x in weights.flatten(state.critic).items() if np.any(x != before[name])}
     attention = {name for name in before if ".attention." in name}
     assert len(attention) >= 4
