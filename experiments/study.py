@@ -14,7 +14,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from experiments import environments, parts
-from mpo_jax.models import pretrained, weights
+from mpo_jax.models import weights
 from mpo_jax.scoring import study
 from mpo_jax.store.weights import PublishedWeights
 
@@ -27,7 +27,7 @@ SAMPLES = flags.DEFINE_integer("samples", 8, "Episodes a question.", lower_bound
 def measure(workdir: Path) -> dict:
     """Plays and scores the newest policy of a run."""
     config = parts.read_config(workdir)
-    model = pretrained.load(config.model)
+    model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks("held_out", QUESTIONS.value)
     rollout = parts.make_rollout(

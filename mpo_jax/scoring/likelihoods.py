@@ -9,8 +9,7 @@ import numpy as np
 from flax import nnx
 
 from mpo_jax import kernels
-from mpo_jax.models.pretrained import Pretrained
-from mpo_jax.models.transformer import Transformer
+from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.scoring.transcripts import Tokens
 from mpo_jax.types import PADDING
 
@@ -69,16 +68,25 @@ class Evaluator:
     """Evaluates actions under one model.
 
     Args:
-      model: the policy or its reference.
+      config: the model's shape.
+      params: its parameters.
       k: of the mean of the highest log-probs; 0 leaves that and the certainty out (NaN), which saves a projection.
       max_tokens: T of the widest row.
       batch_tokens: B · T of a call, about.
     """
 
-    def __init__(self, model: Pretrained, *, k: int = 20, max_tokens: int = 4096, batch_tokens: int = 4096):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        params: nnx.State,
+        *,
+        k: int = 20,
+        max_tokens: int = 4096,
+        batch_tokens: int = 4096,
+    ):
         self.max_tokens, self.batch_tokens = max_tokens, max(batch_tokens, max_tokens)
-        self._params = model.params
-        graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+        self._params = params
+        graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
         def evaluate(params, tokens, positions, sequence_ids, places, targets):
             policy = nnx.merge(graph, params)

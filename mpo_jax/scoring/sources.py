@@ -4,11 +4,12 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import tokenizers
 
-from mpo_jax.models import pretrained
+from mpo_jax.models import huggingface, pretrained
 from mpo_jax.models.tokenizer import ChatTokenizer
 from mpo_jax.scoring.likelihoods import Evaluator, Likelihoods
 from mpo_jax.scoring.pipeline import Source
@@ -31,18 +32,43 @@ def load_source(name: str, tokenizer: Tokenizer, *, top_k: int, max_tokens: int)
     """
     if name.startswith(("http://", "https://")):
         return Server(name, top_k=top_k)
-    model = pretrained.load(name)
-    if _vocabulary(model.tokenizer) != _vocabulary(tokenizer):
+    path = pretrained.find(name)
+    if _is_hugging_face(path):
+        config, params = huggingface.load(path)  # a base model has no chat template, and needs none here
+    else:
+        model = pretrained.load(name)
+        config, params = model.config, model.params
+    if _vocabulary(load_tokenizer(name)) != _vocabulary(tokenizer):
         raise ValueError(f"{name}: another tokenizer than that of the policy; their log-probs cannot be compared")
-    return Evaluator(model, k=top_k, max_tokens=max_tokens)
+    return Evaluator(config, params, k=top_k, max_tokens=max_tokens)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a model that `pretrained.load` finds. Special tokens that a text spells out stay text."""
-    tokenizer = pretrained.load(name).tokenizer
-    if isinstance(tokenizer, tokenizers.Tokenizer):
-        tokenizer.encode_special_tokens = True
-    return tokenizer
+    """The tokenizer of a model: our own with its chat, a bare one of others.
+
+    Raises:
+      ValueError: there is no such model, or its tokenizer cannot be read.
+    """
+    path = pretrained.find(name)
+    if path.suffix == ".gguf":
+        bare = pretrained.load(name).tokenizer.tokenizer
+    elif not _is_hugging_face(path):
+        return ChatTokenizer.load(path / "tokenizer.json")
+    else:
+        try:
+            bare = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
+        except Exception as error:  # `tokenizers` raises no narrower one
+            raise ValueError(f"{path / 'tokenizer.json'}: no readable tokenizer: {error}") from error
+    bare.encode_special_tokens = True  # one that a text spells out stays text
+    return bare
+
+
+def _is_hugging_face(path: Path) -> bool:
+    config = path / "config.json"
+    try:
+        return config.exists() and "model_type" in json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config}: no JSON: {error}") from error
 
 
 def _vocabulary(tokenizer: Tokenizer) -> dict[str, int]:

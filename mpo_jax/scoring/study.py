@@ -11,7 +11,7 @@ from mpo_jax.scoring import formats, outcomes
 from mpo_jax.scoring.episode_scores import Aggregation, Scored, rows
 from mpo_jax.scoring.likelihoods import Evaluator
 from mpo_jax.scoring.outcomes import Outcome
-from mpo_jax.scoring.rendering import render, without_first
+from mpo_jax.scoring.rendering import without_first
 from mpo_jax.scoring.tables import INDEX, TEXT
 from mpo_jax.store.episode import Episode
 
@@ -31,9 +31,9 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365
 def score_episodes(episodes: Sequence[Episode], policy: Pretrained, reference: Pretrained) -> list[Outcome]:
     """The outcome of each episode, with Progress Advantage in every form of `AGGREGATIONS` and every baseline."""
     transcripts = [formats.from_store(episode, episode.episode_id) for episode in episodes]
-    tokens = [without_first(render(transcript, policy.tokenizer)) for transcript in transcripts]
+    tokens = [without_first(transcript.tokens) for transcript in transcripts]
     longest = max(len(one.ids) for one in tokens)
-    found = [Evaluator(model, max_tokens=longest)(tokens) for model in (policy, reference)]
+    found = [Evaluator(model.config, model.params, max_tokens=longest)(tokens) for model in (policy, reference)]
     results = []
     for transcript, ids, mine, theirs in zip(transcripts, tokens, *found, strict=True):
         mask = np.array(ids.mask, bool)

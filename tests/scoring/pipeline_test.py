@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from models import tiny
 
-from mpo_jax.models import pretrained
-from mpo_jax.models.pretrained import Pretrained
+from mpo_jax.models import huggingface, pretrained
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.scoring import likelihoods, pipeline, rendering, sources, tables
 from mpo_jax.scoring.episode_scores import Aggregation
@@ -33,15 +32,15 @@ def alone(config, params, tokens, k):
     return [x[np.array(tokens.mask)[1:]] for x in (logprobs, entropy, top, certainty)]
 
 
-def test_packed_rows_say_what_an_episode_alone_says(model):
+def test_packed_rows_say_what_an_episode_alone_says():
     rng, config = np.random.default_rng(0), tiny.config()
     params = tiny.params(config)
     episodes = []
     for length in (5, 200, 90, 2, 160):
         ids, acted = rng.integers(0, config.vocab_size, length).tolist(), rng.random(length - 1) < 0.5
         episodes.append(Tokens(ids, [0] * length, [False, *acted.tolist()]))
-    random = Pretrained(config=config, params=params, tokenizer=model.tokenizer)
-    for tokens, one in zip(episodes, Evaluator(random, k=3, max_tokens=256, batch_tokens=512)(episodes), strict=True):
+    found = Evaluator(config, params, k=3, max_tokens=256, batch_tokens=512)(episodes)
+    for tokens, one in zip(episodes, found, strict=True):
         for values, expected in zip(one, alone(config, params, tokens, 3), strict=True):
             np.testing.assert_allclose(values, expected, rtol=1e-3, atol=1e-4)
 
@@ -191,3 +190,21 @@ def test_a_reference_of_another_vocabulary_is_refused(model):
     other = ChatTokenizer(train_bpe(["a b"], 300))
     with pytest.raises(ValueError, match="another tokenizer"):
         sources.load_source("search_tiny", other, top_k=0, max_tokens=256)
+
+
+def test_hugging_face_folders_need_no_chat_template(tmp_path, model):
+    """A base model, as references are; its text is a plain transcript."""
+    config = tiny.config(vocab_size=model.config.vocab_size)
+    params = tiny.params(config)
+    folder = tmp_path / "base"
+    huggingface.save(folder, config, params, dtype=np.float32)
+    model.tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    tokenizer = sources.load_tokenizer(str(folder))
+    path = files.write_lines(tmp_path / "x.jsonl", [files.chat("a <end>", "b")])
+    job = Job(str(path), "messages", str(tmp_path / "out.jsonl"), str(folder), levels=("token",), top_k=0)
+    pipeline.score(job, lambda name: sources.load_source(name, tokenizer, top_k=0, max_tokens=256), lambda: tokenizer)
+    (transcript,) = pipeline.readers.read(path, "messages", [])
+    tokens = rendering.render(transcript, tokenizer)
+    assert not set(tokens.ids) & {tokenizer.token_to_id(name) for name in ("<end>", "<user>")}
+    found = [row["logprob"] for row in tables.read_table(job.output)]
+    np.testing.assert_allclose(found, alone(config, params, tokens, 1)[0], rtol=1e-3, atol=1e-4)

@@ -27,18 +27,18 @@ def episode(number, task, reward, rng):
     )
 
 
-def test_a_policy_that_is_its_reference_has_no_advantage_and_others_do():
+def test_every_form_and_every_baseline_is_measured():
     rng, config = np.random.default_rng(0), tiny.config()
     tokenizer = pretrained.load("search_tiny").tokenizer
     reference = Pretrained(config=config, params=tiny.params(config), tokenizer=tokenizer)
     policy = study.with_params(reference, jax.tree.map(lambda x: 1.1 * x, reference.params))
     episodes = [episode(i, f"t{i // 2}", float(i % 2), rng) for i in range(4)]
-    same = study.score_episodes(episodes, reference, reference)
-    assert all(one.scores[name] == 0 for one in same for name in study.AGGREGATIONS)
     found = study.score_episodes(episodes, policy, reference)
     for one in found:
-        # Every turn has its own tokens: the default is the mean over turns, not over tokens.
-        assert one.scores["progress_advantage"] != one.scores["progress_advantage, sums"]
+        # Turns of 2, 3 and 2 tokens: the sum of all is not the mean over turns of their means.
+        total = one.scores["sequence_logprob"] - 7 * one.scores["ref_mean_logprob"]
+        np.testing.assert_allclose(one.scores["progress_advantage, sums"], total, rtol=1e-3, atol=1e-4)
+        assert abs(one.scores["progress_advantage"] - total) > 1e-3
         assert {"self_certainty", "deepconf_bottom", "sequence_logprob", "negative_entropy"} <= one.scores.keys()
     measured = study.measure(found, num_samples=5)
     assert measured["choices"] == {"mean": 0.5, "oracle": 1.0}
