@@ -11,7 +11,10 @@ log = logging.getLogger(__name__)
 
 
 class Checkpoints:
-    """Orbax checkpoints of a pytree of arrays, by step. Saving is synchronous: a step listed is a step on disk.
+    """Orbax checkpoints of a pytree of arrays, by step, written while training goes on.
+
+    A step that a new process finds is a step wholly on disk: a folder gets its name when all of it is written. What the
+    store gave to steps after it is given out again (`EpisodeStore.rewind`), so step and data cannot come apart.
 
     Args:
       folder: made if absent.
@@ -20,28 +23,37 @@ class Checkpoints:
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 2):
         self.folder = Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         # The handler is named, lest the manager guess it from a damaged newest step.
         handler = ocp.StandardCheckpointHandler()
         self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handler)
 
     def save(self, step: int, state: Any) -> None:
-        """Saves a state as of after `step` steps; later ones, which a resumed run did not use, make way for it."""
+        """Begins to save a state as of after `step` steps; its buffers may be donated as soon as this returns.
+
+        Later steps, which a resumed run did not use, make way for it. What went wrong in the last save is raised here.
+        """
+        self.wait()
         for other in self._manager.all_steps():
             if other >= step:
                 self._manager.delete(other)
         self._manager.save(step, args=ocp.args.StandardSave(state), force=True)
+
+    def wait(self) -> None:
+        """Returns when what was begun is on disk, or raises what went wrong."""
         self._manager.wait_until_finished()
 
     def restore(self, like: Any) -> tuple[int, Any] | None:
         """The newest readable checkpoint.
 
         Args:
-          like: a state of the same structure, shapes, dtypes and placement.
+          like: a state of the same structure, shapes and dtypes, in the placement that is wanted: on whatever mesh the
+            state was saved, it comes back on that of `like`.
 
         Returns:
           Its step and state, or None where there is none. A damaged one is passed over with a warning that names it.
         """
+        self.wait()
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))

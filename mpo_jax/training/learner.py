@@ -277,4 +277,5 @@ def learn(
         metrics_log.write(step, evaluate(state))
     elif step % s.checkpoint_every:
         checkpoints.save(step, state)
+    checkpoints.wait()
     return state
