@@ -8,12 +8,14 @@ compares its policy with the warm start. `--nocredit` shows the episodes alone.
 """
 
 import asyncio
+import functools
 from pathlib import Path
 
 from absl import app, flags, logging
 
 from experiments import parts
 from mpo_jax.models import pretrained
+from mpo_jax.models.tokenizer import pieces
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.credit import token_credit
@@ -57,7 +59,7 @@ def main(_):
         found = render(
             episodes,
             title=f"{workdir.name}" + ("" if step is None else f", judged by step {step}"),
-            pieces=model.tokenizer.pieces,
+            pieces=functools.partial(pieces, model.tokenizer.tokenizer),
             credit=judge(episodes),
             metrics=read_metrics(workdir / "metrics.jsonl"),
             steps=store.steps(),

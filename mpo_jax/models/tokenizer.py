@@ -25,6 +25,15 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def pieces(tokenizer: tokenizers.Tokenizer, ids: list[int]) -> list[str]:
+    """The text of each id by itself, for display: special tokens by their names, cut characters as �."""
+    added, names = tokenizer.get_added_tokens_decoder(), [tokenizer.id_to_token(i) for i in ids]
+    return [
+        f"⟨{i}⟩" if name is None else name if i in added else tokenizer.decoder.decode([name])
+        for i, name in zip(ids, names, strict=True)
+    ]
+
+
 class ChatTokenizer:
     """A tokenizer with an append-only chat frame: `<user> text <assistant> sampled… <end> <user> text <assistant> …`.
 
@@ -60,14 +69,6 @@ class ChatTokenizer:
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens left out."""
         return self.tokenizer.decode(ids, skip_special_tokens=True).strip()
-
-    def pieces(self, ids: list[int]) -> list[str]:
-        """The text of each id by itself, for display: special tokens by their names, cut characters as �."""
-        names = [self.tokenizer.id_to_token(i) for i in ids]
-        return [
-            f"⟨{i}⟩" if name is None else name if name in SPECIALS else self.tokenizer.decoder.decode([name])
-            for i, name in zip(ids, names, strict=True)
-        ]
 
     def render_observation(self, text: str, limit: int | None = None) -> list[int]:
         """What the environment contributes before an action: the text, cut to `limit` ids, in its frame."""

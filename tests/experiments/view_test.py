@@ -8,6 +8,7 @@ import pytest
 from training import runs
 
 from experiments import parts, view
+from mpo_jax.models.tokenizer import pieces
 from mpo_jax.store.sqlite import EpisodeStore
 
 
@@ -40,7 +41,7 @@ def test_episodes_without_credit(show):
     assert {tuple(row["credit"]) for row in data["episodes"]} == {("logprob",)}
     assert data["curves"][0]["name"] == "success"
     episode = runs.flat(runs.make_groups())[4]
-    assert data["episodes"][0]["pieces"] == runs.model().tokenizer.pieces(episode.tokens)
+    assert data["episodes"][0]["pieces"] == pieces(runs.model().tokenizer.tokenizer, episode.tokens)
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpo_jax.models.tokenizer import SPECIALS, ChatTokenizer, train_bpe
+from mpo_jax.models.tokenizer import pieces as tokenizer_pieces
 
 TEXTS = ["search the capital of freedonia", "open 1", "answer glory city", "hint: search the anthem"] * 3
 TOKENIZER = ChatTokenizer(train_bpe(TEXTS, 300))
@@ -88,7 +89,7 @@ def test_load_of_a_damaged_file_names_it(tmp_path, content):
 
 def test_pieces_are_the_text_of_each_id_by_itself():
     ids = [*TOKENIZER.render_observation("search é"), TOKENIZER.end_of_turn, 9999]
-    pieces = TOKENIZER.pieces(ids)
+    pieces = tokenizer_pieces(TOKENIZER.tokenizer, ids)
     assert len(pieces) == len(ids)
     assert (pieces[0], pieces[-3:]) == ("<user>", ["<assistant>", "<end>", "⟨9999⟩"])
     assert "".join(pieces[1:-3]) == " search e"  # accents are folded
