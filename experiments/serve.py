@@ -41,7 +41,7 @@ def main(_):
         num_slots=SLOTS.value,
         context_length=CONTEXT.value,
         max_turn_tokens=min(TURN.value, CONTEXT.value),
-        end_of_turn=model.tokenizer.end_of_turn,
+        stop_ids=model.tokenizer.stop_ids,
         turns_per_call=1,
         steps_per_call=STEPS.value,
     )

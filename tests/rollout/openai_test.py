@@ -28,7 +28,7 @@ SEEDS = {0: 11, 1: 12, 2: 13}
 def sampler(**options):
     model = runs.model()
     options = {"num_slots": 3, "context_length": 64, "max_turn_tokens": 12} | options
-    engine = Sampler(model.config, end_of_turn=model.tokenizer.end_of_turn, **options)
+    engine = Sampler(model.config, stop_ids=model.tokenizer.stop_ids, **options)
     engine.load(model.params, 0)
     return engine
 
