@@ -8,7 +8,7 @@ test test-fast: export MALLOC_ARENA_MAX = 1
 test test-fast: export MALLOC_MMAP_MAX_ = 0
 test test-fast: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 
-.PHONY: train test test-fast lint clean
+.PHONY: train test test-fast bench lint clean
 .DELETE_ON_ERROR:
 
 .venv/.installed: requirements.txt requirements-test.txt requirements-envs.txt
@@ -32,6 +32,9 @@ test-fast: .venv/.installed .venv-peers/.installed  ## without the tests marked 
 
 lint: .venv/.installed
 	$(BIN)/ruff check .
+
+bench: .venv/.installed .venv-peers/.installed  ## the kernels beside their peers; writes to benchmarks/results
+	$(BIN)/python -m benchmarks.kernels $(BENCH_FLAGS)
 
 clean:
 	rm -rf .venv .venv-peers runs
