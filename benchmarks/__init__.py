@@ -1,1 +1,1 @@
-"""The kernels beside other libraries' own, measured in turns in one process; `make bench` runs all of it."""
+"""Measurements; those of the kernels have other libraries' own functions beside them."""
