@@ -18,6 +18,7 @@ from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
 from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
+from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
 from mpo_jax.training.learner import Learner, Settings, describe
@@ -139,6 +140,18 @@ def make_rollout(
         group_size=group_size,
         seed=seed,
         limits=Limits(observation_tokens=config.max_observation_tokens),
+    )
+
+
+def monitored(config: ml_collections.ConfigDict, model: Pretrained, rollout: Rollout) -> Rollout:
+    """The rollout with the warm start reading along, if the config wants a monitor."""
+    if "monitor" not in config or config.monitor.threshold is None:
+        return rollout
+    flag = mean_below(config.monitor.threshold, config.monitor.min_turns)
+    return dataclasses.replace(
+        rollout,
+        engine=MonitoredEngine(rollout.engine, model.config, model.params, flag=flag),
+        limits=dataclasses.replace(rollout.limits, flagged=config.monitor.stop),
     )
 
 

@@ -28,6 +28,7 @@ def main(_):
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+    rollout = parts.monitored(config, model, rollout)
     store = EpisodeStore(workdir / "episodes.sqlite")
     with stop_on_signals() as should_stop:
         run_worker(

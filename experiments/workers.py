@@ -72,7 +72,8 @@ class InlineWorker:
         published: PublishedWeights,
     ):
         self.groups_per_step, self.model, self.store, self.published = config.groups_per_step, model, store, published
-        self.rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+        rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+        self.rollout = parts.monitored(config, model, rollout)
 
     def __enter__(self) -> "InlineWorker":
         return self

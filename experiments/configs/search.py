@@ -49,6 +49,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.documents = documents()
     config.adapter = adapter()
 
+    # With a threshold the warm start reads along, as the reference: flags go to the metadata of the episodes.
+    config.monitor = ml_collections.ConfigDict()
+    config.monitor.threshold = config_dict.placeholder(float)  # of the mean Progress Advantage of the turns so far
+    config.monitor.min_turns = 2
+    config.monitor.stop = False  # end what is flagged, with the reward that it has by then
+
     config.evaluate_every = 20
     config.evaluation_questions = 256
     config.checkpoint_every = 10

@@ -47,15 +47,17 @@ class Limits:
       observation_tokens: the longest observation, in ids of its text without the template; the rest is cut off.
       turns: the most turns; None leaves it to the environment.
       action_tokens: the fewest ids that must be left in the context for a turn to begin.
+      flagged: end an episode that a monitor flags.
     """
 
     observation_tokens: int = 256
     turns: int | None = None
     action_tokens: int = 1
+    flagged: bool = False
 
     def __post_init__(self):
-        for field, limit in dataclasses.asdict(self).items():
-            if limit is not None and limit < 1:
+        for field in ("observation_tokens", "turns", "action_tokens"):
+            if (limit := getattr(self, field)) is not None and limit < 1:
                 raise ValueError(f"limits: {field} is {limit}, expected at least 1")
 
 
@@ -82,6 +84,8 @@ def run_episodes(
     - A turn that the engine cuts still reaches the environment and earns its reward, but has no end: the episode ends
       there as "token_limit". So does one whose next observation leaves no room for an action; that observation is
       dropped, and the engine not asked.
+    - One that a monitor flags (`rollout.monitor`) has its first such turn as `metadata["flagged_turn"]`, and ends there
+      as "truncated" where `limits.flagged` says so. The turns' scores are `metadata["progress"]`.
     - One whose environment raises ends as "truncated" with `metadata["error"]` and NaN as its last reward (no turns at
       all if it failed before the first): the learner masks and counts it.
 
@@ -188,7 +192,7 @@ class _Conversation:
         self.next_state_id = 0
         self.tokens, self.action_mask, self.executable_mask, self.turn_ids, self.logprobs = [], [], [], [], []
         self.rewards, self.state_ids, self.versions = [], [], []
-        self.observations, self.actions, self.notes = [], [], {}
+        self.observations, self.actions, self.progress, self.notes = [], [], [], {}
 
     def start(self) -> None:
         """Resets the environment and reads the prompt."""
@@ -209,6 +213,9 @@ class _Conversation:
         stopped = generation.finish_reason == "stop"
         action = self.tokenizer.decode(generation.tokens[:-1] if stopped else generation.tokens)
         self.actions.append(action)
+        self.progress += [] if generation.progress is None else [generation.progress]
+        if generation.flagged:
+            self.notes.setdefault("flagged_turn", len(self.rewards))
         try:
             text, reward, terminated, truncated, info = self.environment.step(action)
         except Exception as error:
@@ -222,6 +229,8 @@ class _Conversation:
             self.end_reason = "terminated" if terminated else "truncated"
         elif len(self.rewards) == self.limits.turns:
             self.end_reason = "turn_limit"
+        elif generation.flagged and self.limits.flagged:
+            self.end_reason = "truncated"
         self._read(text, info, self.tokenizer.render_observation)
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
@@ -249,6 +258,7 @@ class _Conversation:
     def record(self) -> Episode:
         """The finished episode; texts, the environment's notes and its error, if it failed, are the metadata."""
         failure = {"error": self.error} if self.error else {}
+        progress = {"progress": self.progress} if self.progress else {}
         return Episode(
             episode_id=self.job.episode_id,
             group_id=self.job.group_id,
@@ -262,7 +272,7 @@ class _Conversation:
             state_ids=self.state_ids,
             versions=self.versions,
             end_reason=self.end_reason,
-            metadata=self.notes | {"observations": self.observations, "actions": self.actions} | failure,
+            metadata=self.notes | {"observations": self.observations, "actions": self.actions} | progress | failure,
         )
 
 

@@ -12,6 +12,8 @@ class Generation:
       tokens: the sampled ids, at least one; the last is a stop id where `finish_reason` is "stop".
       logprobs: the policy's own log-probability of each sampled id, over the whole vocabulary at temperature 1.
       finish_reason: "stop" = the policy ended its turn, by any stop id; "length" = cut by a limit, nothing appended.
+      progress: score of the turn by a monitor; None without one.
+      flagged: whether the monitor flags the episode as of this turn.
 
     Raises:
       ValueError: no tokens, or not one log-probability a token.
@@ -20,6 +22,8 @@ class Generation:
     tokens: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length"]
+    progress: float | None = None
+    flagged: bool = False
 
     def __post_init__(self):
         if not self.tokens or len(self.tokens) != len(self.logprobs):

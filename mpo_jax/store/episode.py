@@ -51,7 +51,7 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     state_ids: list[int]
     versions: list[int]
     end_reason: Literal["terminated", "truncated", "turn_limit", "token_limit"]
-    metadata: dict[str, str | int | float | bool | list[str]] = {}
+    metadata: dict[str, str | int | float | bool | list[str | float]] = {}
 
 
 def validate(episode: Episode, vocab_size: int | None = None) -> None:

@@ -1,5 +1,6 @@
 """Bad input of the programs: one clear error each, before anything is written or trained."""
 
+import dataclasses
 import json
 
 import pytest
@@ -8,6 +9,7 @@ from training import runs
 from experiments import environments, parts
 from mpo_jax import algorithms
 from mpo_jax.models import pretrained
+from mpo_jax.rollout.monitor import MonitoredEngine
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
 from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.learner import Settings
@@ -186,3 +188,14 @@ def test_the_first_state_is_the_warm_start_in_buffers_of_its_own():
     assert state.critic is None and state.critic_optimizer is None
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.policy, state.reference, model.params))]
     assert len(set(buffers)) == len(buffers)
+
+
+def test_a_monitor_reads_along_only_where_a_threshold_asks_for_it():
+    config = runs.config()
+    model = pretrained.load(config.model)
+    plain = parts.make_rollout(config, model, environments.build(config, model.tokenizer), group_size=1, seed=0)
+    assert parts.monitored(config, model, plain) is plain
+    config.monitor.threshold, config.monitor.stop = -0.1, True
+    watched = parts.monitored(config, model, plain)
+    assert isinstance(watched.engine, MonitoredEngine) and watched.engine.num_slots == plain.engine.num_slots
+    assert watched.limits == dataclasses.replace(plain.limits, flagged=True)

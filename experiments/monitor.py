@@ -1,0 +1,77 @@
+r"""How well a live monitor tells hopeless episodes early, and what ending them would save.
+
+    python -m experiments.monitor --workdir=runs/quickstart
+
+Plays held-out questions with a run's newest policy to their end, the warm start reading along as the reference, and
+tells what an early end would have saved in tokens and lost in successes; beside it a monitor that sees the policy's
+log-probs alone. `--config.monitor.threshold=-0.1 --config.monitor.stop=True` ends episodes while a run trains.
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+from absl import app, flags, logging
+
+from experiments import environments, parts
+from mpo_jax import evaluation
+from mpo_jax.models import pretrained, weights
+from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
+from mpo_jax.scoring.stopping import early_stopping, turn_logprobs, turn_tokens
+from mpo_jax.store.weights import PublishedWeights
+
+WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
+SPLIT = flags.DEFINE_enum("split", "held_out", ["train", "held_out"], "Which questions.")
+QUESTIONS = flags.DEFINE_integer("questions", 128, "How many of them.", lower_bound=1)
+SAMPLES = flags.DEFINE_integer("samples", 4, "Episodes a question.", lower_bound=1)
+MIN_TURNS = flags.DEFINE_integer("min_turns", 2, "No episode ends before so many turns.", lower_bound=1)
+JSON = flags.DEFINE_bool("json", False, "Print JSON instead of a table.")
+QUANTILES = (0.05, 0.1, 0.2, 0.3, 0.5)  # of the running means after `min_turns`: the thresholds
+
+
+def main(_):
+    logging.set_verbosity(logging.WARNING)
+    parts.keep_freed_memory()
+    workdir = Path(WORKDIR.value)
+    config = parts.read_config(workdir)
+    model = pretrained.load(config.model)
+    setting = environments.build(config, model.tokenizer)
+    asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
+    rollout = parts.make_rollout(
+        config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 1
+    )
+    engine = MonitoredEngine(rollout.engine, model.config, model.params, flag=lambda scores: False)
+    arrays, version = PublishedWeights(workdir / "weights").load()
+    engine.load(weights.unflatten(model.params, arrays), version)
+    episodes = [e for e in parts.play(dataclasses.replace(rollout, engine=engine), len(asked)) if e.tokens]
+    success = evaluation.success(np.array([sum(e.rewards) for e in episodes]))
+    table = {"episodes": len(episodes), "version": version, "success": float(success.mean())}
+    spent, least = [turn_tokens(e) for e in episodes], MIN_TURNS.value
+    scores = {"progress advantage": [e.metadata["progress"] for e in episodes]}
+    scores["log-prob"] = [turn_logprobs(e) for e in episodes]
+    for name, of_turns in scores.items():
+        after = {k: [i for i, x in enumerate(of_turns) if len(x) >= k] for k in range(1, max(map(len, of_turns)) + 1)}
+        running = {k: [float(np.mean(of_turns[i][:k])) for i in there] for k, there in after.items()}
+        auroc = {k: evaluation.auroc(success[after[k]], running[k]) for k in after}
+        limits = np.quantile(running[least], QUANTILES)
+        stops = [early_stopping(of_turns, spent, success, mean_below(x, least)) for x in limits]
+        rows = [dataclasses.asdict(stop) | {"threshold": float(x)} for x, stop in zip(limits, stops, strict=True)]
+        table[name] = {"auroc_after_turns": auroc, "stopping": rows}
+    print(json.dumps(table) if JSON.value else describe(table))
+
+
+def describe(table: dict) -> str:
+    """The table for a terminal."""
+    lines = [f"{table['episodes']} episodes by version {table['version']}, success {table['success']:.3f}"]
+    for name in ("progress advantage", "log-prob"):
+        auroc = "  ".join(f"{k}: {x:.3f}" for k, x in table[name]["auroc_after_turns"].items())
+        lines += ["", f"{name}: AUROC of success after turn {auroc}"]
+        lines.append("threshold   flagged   tokens saved   successes lost")
+        for row in table[name]["stopping"]:
+            lines.append("{threshold:9.3f}{flagged:10.3f}{tokens_saved:15.3f}{successes_lost:17.3f}".format(**row))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    app.run(main)
