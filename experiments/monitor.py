@@ -53,19 +53,20 @@ def main(_):
     for name, of_turns in scores.items():
         after = {k: [i for i, x in enumerate(of_turns) if len(x) >= k] for k in range(1, max(map(len, of_turns)) + 1)}
         running = {k: [float(np.mean(of_turns[i][:k])) for i in there] for k, there in after.items()}
-        auroc = {k: evaluation.auroc(success[after[k]], running[k]) for k in after}
+        auroc = {k: evaluation.auroc(success[after[k]], running[k]) for k in after}  # nan where all end alike
+        auroc = {k: None if np.isnan(x) else float(x) for k, x in auroc.items()}
         limits = np.quantile(running[least], QUANTILES)
         stops = [early_stopping(of_turns, spent, success, mean_below(x, least)) for x in limits]
         rows = [dataclasses.asdict(stop) | {"threshold": float(x)} for x, stop in zip(limits, stops, strict=True)]
         table[name] = {"auroc_after_turns": auroc, "stopping": rows}
-    print(json.dumps(table) if JSON.value else describe(table))
+    print(json.dumps(table, allow_nan=False) if JSON.value else describe(table))
 
 
 def describe(table: dict) -> str:
     """The table for a terminal."""
     lines = [f"{table['episodes']} episodes by version {table['version']}, success {table['success']:.3f}"]
     for name in ("progress advantage", "log-prob"):
-        auroc = "  ".join(f"{k}: {x:.3f}" for k, x in table[name]["auroc_after_turns"].items())
+        auroc = "  ".join(f"{k}: {x:.3f}" for k, x in table[name]["auroc_after_turns"].items() if x is not None)
         lines += ["", f"{name}: AUROC of success after turn {auroc}"]
         lines.append("threshold   flagged   tokens saved   successes lost")
         for row in table[name]["stopping"]:
