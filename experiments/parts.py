@@ -3,7 +3,7 @@
 import ctypes
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import ml_collections
@@ -21,7 +21,9 @@ from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
+from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.learner import Learner, Settings, describe
+from mpo_jax.training.profiling import Trace
 from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
 
 
@@ -72,6 +74,34 @@ def settle_groups(config: ml_collections.ConfigDict, algorithm: algorithms.Algor
         config.groups_per_step = max(config.episodes_per_step // config.group_size, 1)
     if config.max_pending_groups is None:
         config.max_pending_groups = 2 * config.groups_per_step
+
+
+def make_shaping(config: ml_collections.ConfigDict, model: Pretrained) -> Shaping:
+    """The dense reward of the configured pair of models, or none.
+
+    Raises:
+      ValueError: a model cannot be read, or does not share the vocabulary of the one in training.
+    """
+    section = config.dense
+    if not section.policy:
+        return lambda batch: batch
+    pair = pretrained.load(section.policy), pretrained.load(section.reference)
+    if pair[0].config.vocab_size != model.config.vocab_size:
+        raise ValueError(f"dense.policy={section.policy} has not the vocabulary of model={config.model}")
+    return progress_shaping(*pair, coefficient=section.coefficient, beta=section.beta)
+
+
+def make_trace(workdir: Path, steps: Sequence[str] | None) -> Trace | None:
+    """What traces the named steps, one or a first and a last.
+
+    Raises:
+      ValueError: they are not one or two step numbers in order.
+    """
+    if not steps:
+        return None
+    if len(steps) > 2 or not all(step.isdecimal() for step in steps):
+        raise ValueError(f"profile_steps={','.join(steps)}: expected a step, or the first and the last")
+    return Trace(workdir / "trace", int(steps[0]), int(steps[-1]))
 
 
 def make_settings(config: ml_collections.ConfigDict) -> Settings:

@@ -26,6 +26,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=Tr
 ROLLOUT = flags.DEFINE_enum(
     "rollout", "process", ["process", "inline"], "Where episodes are played; inline repeats bit for bit from its seed."
 )
+PROFILE = flags.DEFINE_list("profile_steps", None, "First and last step to trace into the workdir's trace/.")
 
 
 def main(_):
@@ -39,7 +40,14 @@ def main(_):
     setting = environments.build(config, model.tokenizer)
     parts.claim_workdir(workdir, config)
     optimizers = parts.make_optimizers(config)
-    learner = Learner(algorithm, parts.make_models(model), optimizers, settings, model.tokenizer.render_hint)
+    learner = Learner(
+        algorithm,
+        parts.make_models(model),
+        optimizers,
+        settings,
+        model.tokenizer.render_hint,
+        parts.make_shaping(config, model),
+    )
     checkpoints = Checkpoints(workdir / "checkpoints")
     state = parts.make_state(model, algorithm, optimizers)
     if restored := checkpoints.restore(state):
@@ -49,7 +57,8 @@ def main(_):
     worker = {"process": WorkerProcess, "inline": InlineWorker}[ROLLOUT.value](
         config, workdir, model, setting, store, published
     )
-    log = MetricsLog(workdir, total_steps=settings.num_steps, first_step=int(state.step))
+    trace = parts.make_trace(workdir, PROFILE.value)
+    log = MetricsLog(workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace)
     with worker, stop_on_signals() as should_stop:
         state = learn(
             learner,

@@ -176,6 +176,20 @@ sums = jax.jit(lambda *row: kernels.progress_advantage(*row[:-1], beta=row[-1], 
 
 
 @SETTINGS
+@given(mdps(), st.floats(0, 5))
+def test_the_score_as_a_dense_reward_keeps_an_optimum(mdp, coefficient):
+    """r + c A* is (1+c) r shaped by the potential c V*: the optimum is that of β/(1+c). A* alone has π* itself."""
+    best = mdp.solve()
+    a = score(mdp, best)
+    alone = dataclasses.replace(mdp, rewards=a)
+    np.testing.assert_allclose(alone.solve(), best, atol=1e-9)
+    np.testing.assert_allclose(alone.values(best), 0, atol=1e-8 * (1 + np.abs(mdp.values(best)).max()))
+    dense = dataclasses.replace(mdp, rewards=mdp.rewards + coefficient * a)
+    sharper = dataclasses.replace(mdp, beta=mdp.beta / (1 + coefficient))
+    np.testing.assert_allclose(dense.solve(), sharper.solve(), atol=1e-8)
+
+
+@SETTINGS
 @given(st.integers(2, 5), st.floats(0.01, 0.95), st.integers(0, 2**32 - 1))
 def test_clipping_bounds_the_kl(actions, epsilon, seed):
     """Ratios in [1−ε, 1+ε] of mean 1 under π_old: KL(π_old‖π) ≤ ε²/(2(1−ε))."""

@@ -55,6 +55,13 @@ def get_config() -> ml_collections.ConfigDict:
     config.monitor.min_turns = 2
     config.monitor.stop = False  # end what is flagged, with the reward that it has by then
 
+    # A fixed pair of models, the policy in training apart, whose Progress Advantage is added to every turn's reward.
+    config.dense = ml_collections.ConfigDict()
+    config.dense.policy = ""  # as for `model`; none, no dense reward
+    config.dense.reference = "search_tiny"  # what that policy was trained from
+    config.dense.coefficient = 0.1
+    config.dense.beta = 1.0
+
     config.evaluate_every = 20
     config.evaluation_questions = 256
     config.checkpoint_every = 10

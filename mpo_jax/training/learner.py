@@ -16,8 +16,10 @@ from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.batching import fill, pack, row_order
 from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.dense import Shaping
 from mpo_jax.training.hindsight import Guidance, privileged_logprobs
 from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training.profiling import Stopwatch, throughput
 from mpo_jax.training.step import Models, Optimizers, TrainState, make_evaluate, make_train_step
 from mpo_jax.types import Evaluation, Targets, Trajectories
 
@@ -69,10 +71,12 @@ class Learner:
         optimizers: Optimizers,
         settings: Settings,
         guidance: Guidance | None = None,
+        shape: Shaping = lambda batch: batch,
     ):
         if "privileged" in algorithm.needs and guidance is None:
             raise ValueError(f"{algorithm.name} needs guidance from successful episodes; this run has none")
-        self.algorithm, self.settings, self.models, self.guidance = algorithm, settings, models, guidance
+        self.algorithm, self.settings, self.models = algorithm, settings, models
+        self.guidance, self.shape = guidance, shape
         self.evaluate = make_evaluate(algorithm, models, settings.microbatches)
         self.targets = jax.jit(lambda batch, evaluation: algorithms.targets(algorithm, batch, evaluation))
         self.train_step = make_train_step(
@@ -99,20 +103,21 @@ class Learner:
         Returns:
           The state one step on, and the metrics of the batch.
         """
-        step, start = int(state.step), time.monotonic()
+        step, watch = int(state.step), Stopwatch()
         description = describe(episodes, step)
-        batch, _, judged, targets = self.prepare(state, started(episodes))
-        evaluated = time.monotonic()
+        with watch("evaluate"):
+            batch, _, judged, targets = jax.block_until_ready(self.prepare(state, started(episodes)))
         totals: list[dict] = []
-        for rows in self._minibatches(step, len(batch.tokens)):
-            part, part_targets = jax.tree.map(lambda x, rows=rows: x[rows], (batch, targets))
-            state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
-            totals.append(metrics)
-        metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
+        with watch("step"):
+            for rows in self._minibatches(step, len(batch.tokens)):
+                part, part_targets = jax.tree.map(lambda x, rows=rows: x[rows], (batch, targets))
+                state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
+                totals.append(metrics)
+            metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
         # The step's own clip fraction, which knows the algorithm's bounds, has the last word.
         metrics = self.diagnose(state, batch, judged, targets, part, part_targets) | metrics
-        metrics |= description | {"fill": fill(batch), "rows": len(batch.tokens)}
-        metrics |= {"seconds_evaluate": evaluated - start, "seconds_step": time.monotonic() - evaluated}
+        metrics |= description | watch.seconds
+        metrics |= {"fill": fill(batch), "rows": len(batch.tokens), "padded_tokens": batch.tokens.size}
         return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
 
     def prepare(
@@ -138,7 +143,10 @@ class Learner:
 
     def _pack(self, episodes: Sequence[Episode]) -> tuple[Trajectories, np.ndarray]:
         s = self.settings
-        return pack(episodes, row_tokens=s.row_tokens, row_sequences=s.row_sequences, row_multiple=s.row_multiple)
+        batch, slots = pack(
+            episodes, row_tokens=s.row_tokens, row_sequences=s.row_sequences, row_multiple=s.row_multiple
+        )
+        return self.shape(batch), slots
 
     def _privileged(self, state, episodes, batch, slots, judged) -> np.ndarray:
         return privileged_logprobs(
@@ -257,19 +265,20 @@ def learn(
     store.rewind(step - 1)
     published.publish(weights.flatten(state.policy), step)
     while step < s.num_steps and not should_stop():
-        start = time.monotonic()
-        extra = evaluate(state) if step % s.evaluate_every == 0 else {}
-        evaluated = time.monotonic()
-        while (groups := learner.take(store, step)) is None and not should_stop():
-            wait()
-        if groups is None:
-            break
-        waited = time.monotonic()
-        state, metrics = learner.update(state, [episode for group in groups for episode in group])
-        published.publish(weights.flatten(state.policy), step + 1)
-        end = time.monotonic()
-        metrics |= {"seconds": end - start, "seconds_wait": waited - evaluated, "pending_groups": store.pending()}
-        metrics_log.write(step, metrics | extra | {"tokens_per_second": metrics["tokens"] / (end - start)})
+        start, watch = time.monotonic(), Stopwatch()
+        with watch("evaluation"):
+            extra = evaluate(state) if step % s.evaluate_every == 0 else {}
+        with metrics_log.traced(step):
+            with watch("wait"):
+                while (groups := learner.take(store, step)) is None and not should_stop():
+                    wait()
+            if groups is None:
+                break
+            state, metrics = learner.update(state, [episode for group in groups for episode in group])
+            with watch("publish"):
+                published.publish(weights.flatten(state.policy), step + 1)
+        metrics |= extra | watch.seconds | {"seconds": time.monotonic() - start, "pending_groups": store.pending()}
+        metrics_log.write(step, metrics | throughput(metrics))
         step += 1
         if step % s.checkpoint_every == 0 or step == s.num_steps:
             checkpoints.save(step, state)

@@ -1,19 +1,25 @@
 """Where numbers go: one JSON line a step, TensorBoard, and the progress bar that a person watches."""
 
+import contextlib
 import json
 import math
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from mpo_jax.training.profiling import Trace
+
 
 class MetricsLog:
     """Writes the metrics of a run; a resumed run goes on in the same files, its repeated steps taken out."""
 
-    def __init__(self, folder: Path, *, total_steps: int, first_step: int = 0, quiet: bool = False):
-        self.path = folder / "metrics.jsonl"
+    def __init__(
+        self, folder: Path, *, total_steps: int, first_step: int = 0, quiet: bool = False, trace: Trace | None = None
+    ):
+        self.path, self._trace = folder / "metrics.jsonl", trace
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         beside = self.path.with_suffix(".new")
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -21,6 +27,10 @@ class MetricsLog:
         self._file = self.path.open("a")
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self._bar = tqdm(total=total_steps, initial=first_step, unit="step", disable=quiet, dynamic_ncols=True)
+
+    def traced(self, step: int) -> AbstractContextManager:
+        """Around a step: traces it, if it is one of those asked for."""
+        return contextlib.nullcontext() if self._trace is None else self._trace.step(step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step; what is not finite is written as null."""
@@ -37,6 +47,8 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flushes everything."""
+        if self._trace is not None:
+            self._trace.close()
         self._file.close()
         self._board.close()
         self._bar.close()

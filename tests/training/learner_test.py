@@ -185,7 +185,7 @@ class Diary:
     def update(self, state, episodes):
         assert episodes == ["episode"]
         self.note("update", int(state.step))
-        return state.replace(step=state.step + 1), {"tokens": 1.0}
+        return state.replace(step=state.step + 1), {"tokens": 1.0, "padded_tokens": 2.0}
 
     def should_stop(self):
         return self.stop_at is not None and self.stop_at in self.events
@@ -196,7 +196,11 @@ class Diary:
             play(EpisodeStore, rewind=lambda s: self.note("rewind", s), pending=lambda: 0),
             play(PublishedWeights, publish=lambda params, version: self.note("publish", version)),
             play(Checkpoints, save=lambda s, state: self.note(f"save {int(state.step)} as", s)),
-            play(MetricsLog, write=lambda s, metrics: self.note("write", s)),
+            play(
+                MetricsLog,
+                write=lambda s, metrics: self.note("write", s),
+                traced=lambda s: contextlib.nullcontext(),
+            ),
         ]
 
         def evaluate(state):

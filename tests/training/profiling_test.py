@@ -1,0 +1,86 @@
+"""Traces of the steps that were asked for, and seconds that add up."""
+
+import gzip
+import json
+import time
+
+import jax
+import pytest
+
+from experiments import parts
+from mpo_jax.training import profiling
+from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training.profiling import Stopwatch, Trace
+
+
+def test_seconds_add_up_by_part():
+    watch = Stopwatch()
+    for _ in range(2):
+        with watch("wait"):
+            time.sleep(0.02)
+    with watch("step"):
+        pass
+    assert watch.seconds["seconds_wait"] >= 0.04 > watch.seconds["seconds_step"] >= 0
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What is asked of the profiler, in place of it: it takes seconds to write."""
+    found = []
+    monkeypatch.setattr(profiling.jax.profiler, "start_trace", lambda *_, **__: found.append("start"))
+    monkeypatch.setattr(profiling.jax.profiler, "stop_trace", lambda: found.append("stop"))
+    return found
+
+
+def trace_steps(trace, calls, steps):
+    for step in steps:
+        with trace.step(step):
+            calls.append(step)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (range(6), [0, 1, "start", 2, 3, "stop", 4, 5]),
+        (range(3, 6), ["start", 3, "stop", 4, 5]),  # resumed within
+        (range(4, 6), [4, 5]),  # resumed behind
+        (range(3), [0, 1, "start", 2]),
+    ],
+)
+def test_a_trace_spans_its_steps(tmp_path, calls, steps, expected):
+    trace = Trace(tmp_path, 2, 3)
+    trace_steps(trace, calls, steps)
+    assert calls == expected
+    trace.close()
+    trace.close()
+    assert calls.count("stop") == calls.count("start"), "a run that ends earlier writes what it has"
+
+
+def test_the_log_of_a_run_closes_its_trace(tmp_path, calls):
+    log = MetricsLog(tmp_path, total_steps=3, quiet=True, trace=Trace(tmp_path / "trace", 1, 5))
+    for step in range(2):
+        with log.traced(step):
+            calls.append(step)
+    log.close()
+    assert calls == [0, "start", 1, "stop"]
+
+
+def test_a_trace_names_the_parts_of_its_steps(tmp_path):
+    trace, watch = Trace(tmp_path, 7, 7), Stopwatch()
+    with trace.step(7), watch("publish"):
+        jax.block_until_ready(jax.numpy.zeros(3) + 1)
+    (file,) = tmp_path.glob("**/perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
+    (step,) = [event for event in events if event.get("name") == "train"]
+    (part,) = [event for event in events if event.get("name") == "publish"]
+    assert step["args"]["step_num"] == "7"
+    assert step["ts"] <= part["ts"] and part["ts"] + part["dur"] <= step["ts"] + step["dur"]
+    assert list(tmp_path.glob("**/*.xplane.pb"))
+
+
+@pytest.mark.parametrize("steps", [["3", "2"], ["1", "2", "3"], ["a"], ["-1"]])
+def test_steps_that_make_no_sense_are_refused(tmp_path, steps):
+    with pytest.raises(ValueError, match=r"profile_steps.*expected"):
+        parts.make_trace(tmp_path, steps)
+    assert parts.make_trace(tmp_path, None) is None
+    assert parts.make_trace(tmp_path, ["4"]).last == 4
