@@ -102,37 +102,44 @@ def summarise(
         tasks.setdefault(one.task_id, []).append(index)
     groups = [np.array(members) for members in tasks.values()]
     given = np.array([one.reward for one in outcomes])
-    rewards = np.where(np.isnan(given), 0.0, given)
-    labels = np.asarray(evaluation.success(given, threshold))
+    rewards, labels = np.where(np.isnan(given), 0.0, given), np.asarray(evaluation.success(given, threshold))
     bootstrap = {"num_samples": num_samples, "seed": seed}
-    n, c = (np.array([x[group].sum() for group in groups]) for x in (np.ones(len(labels), int), labels))
+    rates, choices = _rates(labels, groups), _choices(outcomes, rewards, groups)
+    names = dict.fromkeys(name for one in outcomes for name in one.scores)
+    columns = {name: np.array([one.scores.get(name, np.nan) for one in outcomes]) for name in names}
+    return {
+        "tasks": len(groups),
+        "episodes": len(outcomes),
+        "episodes_without_reward": int(np.isnan(given).sum()),
+        "attempts_per_task": [min(map(len, groups)), max(map(len, groups))],
+        **{name: float(np.mean(values)) for name, values in rates.items()},
+        "best_of_n": {name: float(np.mean(values)) for name, values in choices.items()},
+        "intervals": {
+            name: evaluation.bootstrap_interval(values, **bootstrap) for name, values in (rates | choices).items()
+        },
+        "scores": {name: _judge(column, labels, rewards, groups, bootstrap) for name, column in columns.items()},
+    }
+
+
+def _rates(labels: np.ndarray, groups: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """Success, pass@k and pass^k of each task."""
+    n, c = np.array([group.size for group in groups]), np.array([labels[group].sum() for group in groups])
     smallest = int(n.min())
-    by_task = {"success_rate": c / n}
+    rates = {"success_rate": c / n}
     for k in range(1, smallest + 1) if smallest <= 16 else _sizes(smallest):
-        by_task |= {f"pass@{k}": evaluation.pass_at_k(n, c, k), f"pass^{k}": evaluation.pass_hat_k(n, c, k)}
+        rates |= {f"pass@{k}": evaluation.pass_at_k(n, c, k), f"pass^{k}": evaluation.pass_hat_k(n, c, k)}
+    return rates
+
+
+def _choices(outcomes: Sequence[Outcome], rewards: np.ndarray, groups: Sequence[np.ndarray]) -> dict[str, np.ndarray]:
+    """The reward of each task's attempt that is chosen without a score."""
     choices = {
         "mean": np.array([rewards[group].mean() for group in groups]),
         "oracle": np.array([rewards[group].max() for group in groups]),
     }
     if any(one.answer is not None for one in outcomes):
         choices["majority"] = np.array([_majority(outcomes, rewards, group) for group in groups])
-    summary = {
-        "tasks": len(groups),
-        "episodes": len(outcomes),
-        "episodes_without_reward": int(np.isnan(given).sum()),
-        "attempts_per_task": [smallest, int(n.max())],
-    }
-    summary |= {name: float(np.mean(values)) for name, values in by_task.items()}
-    summary["best_of_n"] = {name: float(np.mean(values)) for name, values in choices.items()}
-    summary["intervals"] = {
-        name: evaluation.bootstrap_interval(values, **bootstrap) for name, values in (by_task | choices).items()
-    }
-    names = dict.fromkeys(name for one in outcomes for name in one.scores)
-    summary["scores"] = {
-        name: _judge(np.array([one.scores.get(name, np.nan) for one in outcomes]), labels, rewards, groups, bootstrap)
-        for name in names
-    }
-    return summary
+    return choices
 
 
 def _judge(scores: np.ndarray, labels: np.ndarray, rewards: np.ndarray, groups: list, bootstrap: Mapping) -> dict:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from mpo_jax.scoring import formats
+from mpo_jax.scoring import formats, verifiers_format
 from mpo_jax.scoring.transcripts import InvalidTranscript, Transcript, validate
 from mpo_jax.store.sqlite import EpisodeStore
 
@@ -127,6 +127,6 @@ FORMATS = {
     "store": Format(_stored, formats.from_store),
     "tau_bench": Format(_list, formats.from_tau_bench),
     "tau2": Format(_simulations, formats.from_tau2),
-    "verifiers": Format(_lines, formats.from_verifiers),
+    "verifiers": Format(_lines, verifiers_format.from_verifiers),
     "who_and_when": Format(_files, formats.from_who_and_when),
 }

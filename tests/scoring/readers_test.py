@@ -122,7 +122,7 @@ def test_our_store(tmp_path):
     store.close()
     (one,), errors = read(tmp_path / "x.sqlite", "store")
     assert not errors
-    assert (one.episode_id, one.reward) == ("g0-1", 0.75)
+    assert (one.episode_id, one.reward, one.answer) == ("g0-1", 0.75, "answer")
     assert [m.text for m in one.messages] == ["q", "search", "hits", "answer"]
     assert [m.logprobs for m in one.messages] == [None, [-0.5], None, [-0.25, -0.125]]
     assert one.tokens == Tokens(ids=[5, 6, 7, 8, 9], messages=[0, 1, 2, 3, 3], mask=episode.action_mask)
