@@ -63,17 +63,27 @@ def reshape(logprobs: Array, temperature: Array, top_k: Array, top_p: Array) -> 
     Returns:
       float32[B,V], −inf for what cannot be drawn.
     """
-    vocabulary = logprobs.shape[-1]
     greedy = (temperature == 0)[:, None]
-    scaled = logprobs / jnp.where(greedy, 1.0, temperature[:, None])
-    descending = -jnp.sort(-scaled, axis=-1)
-    ranks = jnp.arange(vocabulary)[None, :]
-    by_rank = ranks < jnp.where(top_k == 0, vocabulary, top_k)[:, None]
+    likeliest = jnp.arange(logprobs.shape[-1])[None, :] == jnp.argmax(logprobs, axis=-1)[:, None]
+    tempered = logprobs / jnp.where(greedy, 1.0, temperature[:, None])
+    tempered = jnp.where(greedy, jnp.where(likeliest, 0.0, -jnp.inf), tempered)
+    is_cut = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+
+    def cut(x):
+        return jnp.where(is_cut[:, None], _cut(x, top_k, top_p), x)
+
+    return jax.lax.cond(is_cut.any(), cut, lambda x: x, tempered)  # to sort a vocabulary is what costs most
+
+
+def _cut(logprobs: Array, top_k: Array, top_p: Array) -> Array:
+    """−inf for what is below the lowest log-probability that top_k and top_p keep, row by row."""
+    vocabulary = logprobs.shape[-1]
+    descending = -jnp.sort(-logprobs, axis=-1)
+    by_rank = jnp.arange(vocabulary)[None, :] < jnp.where(top_k == 0, vocabulary, top_k)[:, None]
     p = jax.nn.softmax(jnp.where(by_rank, descending, -jnp.inf), axis=-1)
     kept = by_rank & ((jnp.cumsum(p, axis=-1) - p < top_p[:, None]) | (top_p >= 1)[:, None])
     lowest = jnp.min(jnp.where(kept, descending, jnp.inf), axis=-1, keepdims=True)
-    cut = jnp.where(scaled >= lowest, scaled, -jnp.inf)
-    return jnp.where(greedy, jnp.where(ranks == jnp.argmax(logprobs, axis=-1)[:, None], 0.0, -jnp.inf), cut)
+    return jnp.where(logprobs >= lowest, logprobs, -jnp.inf)
 
 
 def draw(logprobs: Array, seeds: Array, positions: Array) -> Array:
