@@ -21,6 +21,7 @@ from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.episode import Episode
+from mpo_jax.training import optimizers
 from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.learner import Learner, Settings, describe
 from mpo_jax.training.profiling import Trace
@@ -124,23 +125,29 @@ def make_models(model: Pretrained) -> Models:
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
-    """Adam with clipping by global norm, at a rate for the policy and one for the critic.
+    """One optimiser at a rate for the policy, and one at a rate for the critic.
 
     Raises:
-      ValueError: a norm to clip to that is not positive.
+      ValueError: values that `optimizers.make_optimizer` or `optimizers.schedule` does not take.
     """
-    if not config.max_grad_norm > 0:
-        raise ValueError(f"max_grad_norm is {config.max_grad_norm}, expected a positive number")
 
-    def adam(rate: float) -> optax.GradientTransformation:
-        return optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(rate, b2=config.adam_b2))
+    def make(rate: float, updates_a_minibatch: int) -> optax.GradientTransformation:
+        updates = config.num_steps * config.epochs * config.minibatches * updates_a_minibatch
+        return optimizers.make_optimizer(
+            config.optimizer,
+            optimizers.schedule(rate, decay=config.rate_decay, warmup=config.warmup_updates, updates=updates),
+            max_grad_norm=config.max_grad_norm,
+            b2=config.adam_b2,
+            weight_decay=config.weight_decay,
+        )
 
-    return Optimizers(policy=adam(config.learning_rate), critic=adam(config.critic_learning_rate))
+    critic_updates = make_algorithm(config).critic_updates
+    return Optimizers(policy=make(config.learning_rate, 1), critic=make(config.critic_learning_rate, critic_updates))
 
 
-def make_state(model: Pretrained, algorithm: algorithms.Algorithm, optimizers: Optimizers) -> TrainState:
+def make_state(model: Pretrained, algorithm: algorithms.Algorithm, updates: Optimizers) -> TrainState:
     """The state before the first step."""
-    return initial_state(model.config, model.params, algorithm, optimizers)
+    return initial_state(model.config, model.params, algorithm, updates)
 
 
 def make_rollout(

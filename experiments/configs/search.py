@@ -37,6 +37,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.critic_learning_rate = 6e-4
     config.max_grad_norm = 1.0
     config.adam_b2 = 0.99
+    config.optimizer = "adam"  # or adamw, muon
+    config.weight_decay = 0.0
+    config.warmup_updates = 0
+    config.rate_decay = "constant"  # or cosine, linear: to 0 at num_steps
 
     config.num_slots = 64
     config.context_length = 384
