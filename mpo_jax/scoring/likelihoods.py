@@ -14,7 +14,7 @@ from mpo_jax.scoring.transcripts import Tokens
 from mpo_jax.types import PADDING
 
 SMALLEST_ROW = 256
-SMALLEST_HEAD = 256
+SMALLEST_HEAD = 128
 
 
 class Likelihoods(NamedTuple):
@@ -111,11 +111,16 @@ class Evaluator:
             same = [row for row in rows if row.capacity == capacity]
             number = max(1, self.batch_tokens // capacity)
             for start in range(0, len(same), number):
-                self._run(same[start : start + number], number, capacity, episodes, found)
+                self._run(same[start : start + number], capacity, episodes, found)
         return found
 
-    def _run(self, rows: list[Row], number: int, capacity: int, episodes: Sequence[Tokens], found: list) -> None:
-        """Lays the rows out, evaluates them and writes what belongs to each episode into `found`."""
+    def _run(self, rows: list[Row], capacity: int, episodes: Sequence[Tokens], found: list) -> None:
+        """Lays the rows out, evaluates them and writes what belongs to each episode into `found`.
+
+        Empty rows make their number a power of two, and dummies that of the action tokens one of four steps between
+        two: few programs are compiled, and little is computed for nothing.
+        """
+        number = _power_of_two(len(rows))
         tokens = np.zeros((number, capacity), np.int32)
         positions = np.zeros((number, capacity), np.int32)
         sequence_ids = np.full((number, capacity), PADDING, np.int32)
@@ -131,7 +136,8 @@ class Evaluator:
                 owners.append((index, len(actions)))
                 start += len(ids)
         count = sum(size for _, size in owners)
-        padding = max(_power_of_two(count), SMALLEST_HEAD) - count
+        step = max(_power_of_two(count) // 8, SMALLEST_HEAD)
+        padding = -count % step if count else step
         places, targets = (np.pad(np.concatenate(x).astype(np.int32), (0, padding)) for x in (places, targets))
         values = np.asarray(self._evaluate(self._params, tokens, positions, sequence_ids, places, targets))
         ends = np.cumsum([size for _, size in owners])
