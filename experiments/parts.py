@@ -20,6 +20,7 @@ from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.worker import Rollout
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
 from mpo_jax.training import optimizers
 from mpo_jax.training.dense import Shaping, progress_shaping
@@ -56,9 +57,20 @@ def load_model(config: ml_collections.ConfigDict) -> Pretrained:
 
 
 def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
-    """The configured algorithm with its section's hyperparameters."""
+    """The configured algorithm with its section's hyperparameters, and the configured correction if there is one."""
     section = config[config.algorithm].to_dict() if config.algorithm in config else {}
-    return algorithms.from_config(config.algorithm, **section)
+    algorithm = algorithms.from_config(config.algorithm, **section)
+    if not config.correction:
+        return algorithm
+    section = config[config.correction].to_dict() if config.correction in algorithms.CORRECTIONS else {}
+    return algorithms.corrected(algorithm, config.correction, **section)
+
+
+def make_admission(config: ml_collections.ConfigDict) -> Admission | None:
+    """The configured bound on staleness."""
+    if config.max_staleness is None:
+        return None
+    return Admission(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
 
 
 def settle_groups(config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm) -> None:
@@ -74,7 +86,8 @@ def settle_groups(config: ml_collections.ConfigDict, algorithm: algorithms.Algor
     if config.groups_per_step is None:
         config.groups_per_step = max(config.episodes_per_step // config.group_size, 1)
     if config.max_pending_groups is None:
-        config.max_pending_groups = 2 * config.groups_per_step
+        staleness = 1 if config.max_staleness is None else config.max_staleness
+        config.max_pending_groups = (staleness + 1) * config.groups_per_step
 
 
 def make_shaping(config: ml_collections.ConfigDict, model: Pretrained) -> Shaping:
@@ -111,6 +124,7 @@ def make_settings(config: ml_collections.ConfigDict) -> Settings:
     Raises:
       ValueError: sizes that do not go together.
     """
+    make_admission(config)
     if config.max_pending_groups < config.groups_per_step:
         raise ValueError(
             f"max_pending_groups={config.max_pending_groups} is less than groups_per_step={config.groups_per_step}: "

@@ -36,6 +36,8 @@ def main(_):
             store,
             PublishedWeights(workdir / "weights"),
             max_pending_groups=config.max_pending_groups,
+            admission=parts.make_admission(config),
+            in_flight=config.in_flight_updates,
             should_stop=should_stop,
             owner=f"worker-{WORKER.value}",
             restore=lambda arrays: weights.unflatten(model.params, arrays),

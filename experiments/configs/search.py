@@ -23,7 +23,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.episodes_per_step = 128
     config.group_size = config_dict.placeholder(int)  # by default the algorithm's own: 1 with a critic, else 8 or 16
     config.groups_per_step = config_dict.placeholder(int)  # by default episodes_per_step / group_size
-    config.max_pending_groups = config_dict.placeholder(int)  # by default two steps' worth: bounds the version lag
+    config.max_pending_groups = config_dict.placeholder(int)  # by default (max_staleness + 1) steps' worth
+    config.max_staleness = config_dict.placeholder(int)  # in versions, of a group's oldest token; None: only as above
+    config.in_flight_updates = False  # new weights are taken while episodes run, and a free slot waits for no other
+    config.correction = ""  # for stale or mismatched samples: "truncated" or "masked" importance weights
     config.epochs = 1
     config.minibatches = 4
     config.microbatches = 1
@@ -75,6 +78,8 @@ def get_config() -> ml_collections.ConfigDict:
         plain = {k: config_dict.placeholder(float) if v is None else v for k, v in algorithms.defaults(name).items()}
         plain.pop("group_size", None)  # `config.group_size` is the one that counts
         config[name] = ml_collections.ConfigDict(plain)
+    for name in algorithms.CORRECTIONS:
+        config[name] = ml_collections.ConfigDict(algorithms.defaults(name))
     # λ = 1 − 1/(αl) is 0 at the paper's α = .05 for episodes of l ≈ 25 action tokens; α = 1 gives it about .96.
     config.vapo.alpha = 1.0
     # A geometric mean over 25 tokens moves much more than one over thousands: the paper's 3e-4 would clip everything.

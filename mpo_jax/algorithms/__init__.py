@@ -1,5 +1,6 @@
 """One short function an algorithm: its arguments are the paper's hyperparameters, its body a composition of kernels."""
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,9 +13,11 @@ from mpo_jax.kernels.segments import Granularity, Reduce, segment_mean, segment_
 
 __all__ = [
     "ALGORITHMS",
+    "CORRECTIONS",
     "Algorithm",
     "Penalty",
     "bilevel_gae",
+    "corrected",
     "dapo",
     "defaults",
     "dr_grpo",
@@ -56,7 +59,14 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
 }
 GRANULARITIES: dict[str, Granularity] = {"token": token_ids, "turn": turn_ids, "sequence": sequence_ids}
 REDUCERS: dict[str, Reduce] = {"sum": segment_sum, "mean": segment_mean}
-_NAMED = {"ratio_granularity": GRANULARITIES, "center": GRANULARITIES, "ratio_reduce": REDUCERS}
+_NAMED = {
+    "ratio_granularity": GRANULARITIES,
+    "center": GRANULARITIES,
+    "ratio_reduce": REDUCERS,
+    "granularity": GRANULARITIES,
+    "reduce": REDUCERS,
+}
+CORRECTIONS = {"truncated": truncated_importance, "masked": masked_importance}
 
 
 def from_config(name: str, **hyperparameters: Any) -> Algorithm:
@@ -65,21 +75,45 @@ def from_config(name: str, **hyperparameters: Any) -> Algorithm:
     Raises:
       ValueError: for an unknown name, hyperparameter or string, naming those that exist.
     """
-    build = _lookup("algorithm", name, ALGORITHMS)
+    return _build("algorithm", name, ALGORITHMS, hyperparameters)
+
+
+def corrected(algorithm: Algorithm, name: str, **hyperparameters: Any) -> Algorithm:
+    """The algorithm with importance weights π_old / π_behavior on its samples, by the name of a correction.
+
+    π_old is the policy at the start of the update, so the weights correct the mismatch of sampling engine and trainer
+    and the staleness of the samples alike: with the ratio π / π_old, the decoupled objective of *AReaL*
+    (arXiv:2505.24298), truncated or masked.
+
+    Raises:
+      ValueError: for an unknown name, hyperparameter or string; for an algorithm whose ratio is against π_behavior
+        already, or that has a correction of its own: the samples would be weighted twice.
+    """
+    anchor = next(field.default for field in dataclasses.fields(Algorithm) if field.name == "anchor")
+    if algorithm.correction is not None or algorithm.anchor is not anchor:
+        raise ValueError(f"{algorithm.name} accounts for the sampling policy itself: no further correction fits it")
+    return dataclasses.replace(algorithm, correction=_build("correction", name, CORRECTIONS, hyperparameters))
+
+
+def defaults(name: str) -> dict[str, Any]:
+    """The hyperparameters of an algorithm with their defaults, as plain values that `from_config` takes back.
+
+    Those of a correction too, for `corrected`.
+    """
+    strings = {function: string for known in (GRANULARITIES, REDUCERS) for string, function in known.items()}
+    parameters = inspect.signature(_lookup("algorithm", name, ALGORITHMS | CORRECTIONS)).parameters
+    values = {key: strings.get(parameter.default, parameter.default) for key, parameter in parameters.items()}
+    return {key: value for key, value in values.items() if key != "credit"}  # a function, given in Python only
+
+
+def _build(what: str, name: str, builders: Mapping[str, Callable[..., Any]], hyperparameters: dict[str, Any]) -> Any:
+    build = _lookup(what, name, builders)
     known = inspect.signature(build).parameters
     for key, value in hyperparameters.items():
         _lookup(f"hyperparameter of {name}", key, known)
         if isinstance(value, str) and key in _NAMED:
             hyperparameters[key] = _lookup(key, value, _NAMED[key])
     return build(**hyperparameters)
-
-
-def defaults(name: str) -> dict[str, Any]:
-    """The hyperparameters of an algorithm with their defaults, as plain values that `from_config` takes back."""
-    strings = {function: string for known in (GRANULARITIES, REDUCERS) for string, function in known.items()}
-    parameters = inspect.signature(_lookup("algorithm", name, ALGORITHMS)).parameters
-    values = {key: strings.get(parameter.default, parameter.default) for key, parameter in parameters.items()}
-    return {key: value for key, value in values.items() if key != "credit"}  # a function, given in Python only
 
 
 def _lookup(what: str, name: str, known: Mapping[str, Any]) -> Any:

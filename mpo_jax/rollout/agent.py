@@ -70,7 +70,7 @@ def run_episodes(
     engine: Engine,
     tokenizer: Tokenizer,
     make_environment: Callable[[], gymnasium.Env],
-    jobs: Iterable[Job],
+    jobs: Iterable[Job | None],
     *,
     limits: Limits = Limits(),
     executable: Callable[[list[int]], list[bool]] = whole_action,
@@ -94,7 +94,8 @@ def run_episodes(
       tokenizer: renders observations, reads actions.
       make_environment: a gymnasium environment of text; each is used for one episode after another. Its infos may
         hold `task_id`, `state_id` (default: a checksum of the observation), and printable values for the metadata.
-      jobs: in the order in which they start.
+      jobs: in the order in which they start. None says that there is none for now: it is asked again after the next
+        turn, for as long as episodes run.
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
       should_stop: asked before each call of the engine; once true, running episodes are given up and all ends.
@@ -109,7 +110,9 @@ def run_episodes(
     asked: dict[int, int] = {}
     idle: list[gymnasium.Env] = []
 
-    def begin(job: Job) -> _Conversation:
+    def begin(job: Job | None) -> _Conversation | None:
+        if job is None:
+            return None
         environment = idle.pop() if idle else make_environment()
         conversation = _Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
         conversation.start()
@@ -132,6 +135,8 @@ def run_episodes(
                         yield finish(conversation)
                     else:
                         running[slot] = conversation
+                if slot not in running:
+                    break  # no job for it: none for the others
             if not running or should_stop():
                 return
             for slot, (generation, version) in _sample_turns(engine, running, asked).items():

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -20,6 +21,7 @@ import numpy as np
 
 from mpo_jax.rollout.agent import Job, Limits, derive_seed, run_episodes, whole_action
 from mpo_jax.rollout.protocol import Engine, Tokenizer
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -64,13 +66,13 @@ class Rollout:
             for member in range(self.group_size)
         ]
 
-    def run(self, group_ids: Iterable[int], should_stop: Callable[[], bool]) -> Iterator[Episode]:
-        """Runs the groups' episodes and yields each as it ends."""
+    def run(self, group_ids: Iterable[int | None], should_stop: Callable[[], bool]) -> Iterator[Episode]:
+        """Runs the groups' episodes and yields each as it ends; an index of None says: none for now."""
         return run_episodes(
             self.engine,
             self.tokenizer,
             self.make_environment,
-            (job for group_id in group_ids for job in self.jobs(group_id)),
+            (job for group_id in group_ids for job in ([None] if group_id is None else self.jobs(group_id))),
             limits=self.limits,
             executable=self.executable,
             should_stop=should_stop,
@@ -85,9 +87,13 @@ def run_groups(
     owner: str = "inline",
     lease: float = 120.0,
     max_pending: int | None = None,
+    admission: Admission | None = None,
+    refresh: Callable[[], None] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
     """Makes the next groups that nobody has stored or is making, and stores each as soon as it is whole.
+
+    A group is begun when a slot is free for it, with the weights of that moment.
 
     Args:
       rollout: how.
@@ -96,6 +102,8 @@ def run_groups(
       owner: the producer's name in the store; it holds no reservations afterwards.
       lease: seconds that a reservation outlives its producer; renewed between turns.
       max_pending: the store's back-pressure, None for none.
+      admission: the bound on staleness; its version is set to the engine's.
+      refresh: called before each call of the engine, to give it new weights while episodes run.
       should_stop: asked before each turn; groups that are not whole by then are given up.
 
     Returns:
@@ -113,21 +121,46 @@ def run_groups(
         if time.monotonic() >= renew_at:
             store.renew(owner, lease)
             renew_at = time.monotonic() + lease / 3
+        refresh()
         return should_stop()
 
+    def reserve() -> Iterator[int | None]:
+        """Group indices, or None while there is none but some of ours are being made; ends where there is nothing."""
+        for _ in range(num_groups):
+            while (group_id := _reserve(rollout, store, owner, lease, max_pending, admission)) is None:
+                if not making:
+                    return
+                yield None
+            making.add(group_id)
+            yield group_id
+
+    making: set[int] = set()
     store.release(owner)  # of an earlier life that was killed
     try:
-        reservations = (store.reserve(owner, lease, max_pending=max_pending) for _ in range(num_groups))
-        group_ids = [group_id for group_id in reservations if group_id is not None]
-        for episode in rollout.run(group_ids, keep_alive):
+        for episode in rollout.run(reserve(), keep_alive):
             group = whole[episode.group_id]
             group.append(episode)
             if len(group) == rollout.group_size:
                 store.add(episode.group_id, sorted(whole.pop(episode.group_id), key=lambda e: e.episode_id))
+                making.discard(episode.group_id)
                 stored += 1
     finally:
         store.release(owner)
     return stored
+
+
+def _reserve(
+    rollout: Rollout,
+    store: EpisodeStore,
+    owner: str,
+    lease: float,
+    max_pending: int | None,
+    admission: Admission | None,
+) -> int | None:
+    """The next index that may be begun with the engine's weights."""
+    if admission is not None:
+        admission = dataclasses.replace(admission, version=rollout.engine.version)
+    return store.reserve(owner, lease, max_pending=max_pending, admission=admission)
 
 
 def run_worker(
@@ -136,43 +169,58 @@ def run_worker(
     weights: PublishedWeights,
     *,
     max_pending_groups: int,
+    admission: Admission | None = None,
+    in_flight: bool = False,
     should_stop: Callable[[], bool],
     owner: str = "worker-0",
     restore: Callable[[dict[str, np.ndarray]], Any] = lambda params: params,
     poll: float = 0.2,
     parent: int | None = None,
 ) -> None:
-    """Makes groups until told to stop, each round with the newest published weights.
+    """Makes groups until told to stop, with the newest published weights.
 
-    Before the first version is published, and while `max_pending_groups` wait or are in the making, it sleeps.
-    Weights change between rounds only (a round fills the engine's slots once), never under a running episode.
+    Before the first version is published, and while no group may be begun, it sleeps. Weights change between rounds,
+    each of which fills the engine's slots once; or, `in_flight`, as soon as they are published, while episodes run, and
+    then a free slot waits for no other. A turn's version is that of the oldest weights that sampled any of it.
 
     Args:
       rollout: how groups are made.
       store: where they go.
       weights: where the learner publishes.
       max_pending_groups: back-pressure over all workers; at least as many as the learner takes at once.
+      admission: the bound on staleness, None for none.
+      in_flight: take new weights while episodes run.
       should_stop: asked before each turn and while sleeping.
       owner: this worker's name, unlike that of any other and kept over restarts.
       restore: makes what the engine loads of the published arrays.
       poll: seconds of a sleep.
       parent: process id of the learner that started this one: it stops when that is gone.
     """
-    round_size = math.ceil(rollout.engine.num_slots / rollout.group_size)
+    round_size = sys.maxsize if in_flight else math.ceil(rollout.engine.num_slots / rollout.group_size)
 
     def stopped() -> bool:
         return should_stop() or (parent is not None and os.getppid() != parent)
 
-    while not stopped():
+    def refresh() -> None:
         latest = weights.latest_version()
         if latest is not None and latest != rollout.engine.version:
             params, version = weights.load()
             rollout.engine.load(restore(params), version)
             log.info("rollout with weights of version %d", version)
+
+    while not stopped():
+        refresh()
         stored = 0
-        if latest is not None:
+        if weights.latest_version() is not None:
             stored = run_groups(
-                rollout, store, round_size, owner=owner, max_pending=max_pending_groups, should_stop=stopped
+                rollout,
+                store,
+                round_size,
+                owner=owner,
+                max_pending=max_pending_groups,
+                admission=admission,
+                refresh=refresh if in_flight else lambda: None,
+                should_stop=stopped,
             )
         if not stored:
             time.sleep(poll)

@@ -13,6 +13,9 @@ _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = float(np.finfo(np.float32).max)  # what is finite in a record must be so in a batch
 
 
+EndReason = Literal["terminated", "truncated", "turn_limit", "token_limit"]
+
+
 class InvalidEpisode(ValueError):
     """A record that no learner may train on; the message names the field, its size and what was expected."""
 
@@ -50,7 +53,7 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     rewards: list[float]
     state_ids: list[int]
     versions: list[int]
-    end_reason: Literal["terminated", "truncated", "turn_limit", "token_limit"]
+    end_reason: EndReason
     metadata: dict[str, str | int | float | bool | list[str | float]] = {}
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode, InvalidEpisode, decode, encode
 from mpo_jax.store.schema import StoreError, connect
 
@@ -84,7 +85,9 @@ class EpisodeStore:
 
     # Producers.
 
-    def reserve(self, owner: str, lease: float, *, max_pending: int | None = None) -> int | None:
+    def reserve(
+        self, owner: str, lease: float, *, max_pending: int | None = None, admission: Admission | None = None
+    ) -> int | None:
         """Gives a producer the lowest group index that is neither stored nor reserved by a live producer.
 
         Args:
@@ -93,17 +96,20 @@ class EpisodeStore:
           max_pending: back-pressure: the most groups waiting to be taken plus groups in the making, of all
             producers together; at least as many as one `take` wants. An index below a stored one is given out
             regardless: the learner waits for it.
+          admission: the bound on staleness, with the version of the producer's weights; None = no bound.
 
         Returns:
-          The index, or None while `max_pending` is reached.
+          The index, or None while `max_pending` is reached or a new group would be too old when it is trained on.
         """
         now = time.time()
         with self._transaction() as db:
             db.execute("DELETE FROM reservations WHERE expires <= ?", (now,))
             group_id = self._number(_LOWEST_FREE)
-            if max_pending is not None and group_id > self._number("SELECT COALESCE(MAX(group_id), -1) FROM groups"):
-                in_the_making = self._number("SELECT COUNT(*) FROM reservations")
-                if self.pending() + in_the_making >= max_pending:
+            if group_id > self._number("SELECT COALESCE(MAX(group_id), -1) FROM groups"):
+                ahead = self.pending() + self._number("SELECT COUNT(*) FROM reservations")
+                if max_pending is not None and ahead >= max_pending:
+                    return None
+                if admission is not None and not admission.capacity(self.next_step(), ahead):
                     return None
             db.execute("INSERT INTO reservations VALUES (?, ?, ?)", (group_id, owner, now + lease))
         return group_id
@@ -235,6 +241,10 @@ class EpisodeStore:
             db.execute("INSERT OR REPLACE INTO quarantined VALUES (-1, ?, ?, ?)", (number, reason, record))
 
     # Readers.
+
+    def next_step(self) -> int:
+        """The first learner step that has taken no groups to train on."""
+        return self._number("SELECT COALESCE(MAX(step) + 1, 0) FROM groups WHERE step IS NOT NULL AND NOT dropped")
 
     def pending(self) -> int:
         """The number of stored groups that wait to be taken."""

@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import get_args
 
 import jax
 import numpy as np
@@ -11,7 +12,7 @@ from mpo_jax import algorithms, evaluation, kernels
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.kernels.diagnostics import masked_mean
 from mpo_jax.models import weights
-from mpo_jax.store.episode import Episode
+from mpo_jax.store.episode import EndReason, Episode
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.batching import fill, pack, row_order
@@ -36,6 +37,7 @@ class Settings:
       microbatches: parts whose gradients are added up within a gradient step.
       value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
       row_tokens, row_sequences, row_multiple: shape of the packed rows; see `batching.pack`.
+      max_staleness: the highest lag of a batch's oldest weights, in versions; None = no bound.
       checkpoint_every, evaluate_every: in steps.
       seed: of the order of rows.
     """
@@ -49,6 +51,7 @@ class Settings:
     row_tokens: int = 512
     row_sequences: int = 8
     row_multiple: int = 16
+    max_staleness: int | None = None
     checkpoint_every: int = 10
     evaluate_every: int = 10
     seed: int = 0
@@ -85,9 +88,10 @@ class Learner:
         self.diagnose = jax.jit(self._diagnose)
 
     def take(self, store: EpisodeStore, step: int) -> list[list[Episode]] | None:
-        """The groups of a step, without those that teach nothing where the algorithm samples dynamically."""
+        """The groups of a step, without what teaches nothing (dynamic sampling) or is too old (`Admission` lets none be)."""
         s, filters = self.settings, "group_filter" in self.algorithm.needs
-        return store.take(s.groups_per_step, step, keep=informative, max_dropped=s.groups_per_step * 3 * filters)
+        lag, dropped = (step if s.max_staleness is None else s.max_staleness), s.groups_per_step * 3 * filters
+        return store.take(s.groups_per_step, step, min_version=max(step - lag, 0), keep=informative, max_dropped=dropped)
 
     def pretrains_value(self, step: int) -> bool:
         """Whether a step trains the critic alone."""
@@ -217,11 +221,16 @@ def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     returns = np.array([sum(episode.rewards) for episode in episodes])
     finite = returns[np.isfinite(returns)]
     lags = [step - version for episode in episodes for version in episode.versions] or [0]
-    return {
+    lengths = [len(episode.tokens) for episode in episodes]
+    ends = [episode.end_reason for episode in episodes]
+    reasons = {f"end_{reason}": ends.count(reason) / len(ends) for reason in get_args(EndReason)}
+    return reasons | {
         "success": np.mean(evaluation.success(returns)),
         "return": np.mean(finite) if len(finite) else np.nan,
         "episodes": len(episodes),
-        "tokens": sum(len(episode.tokens) for episode in episodes),
+        "tokens": sum(lengths),
+        "episode_tokens": np.mean(lengths),
+        "episode_tokens_max": max(lengths),
         "turns": np.mean([len(episode.rewards) for episode in episodes]),
         "truncated": np.mean([episode.end_reason != "terminated" for episode in episodes]),
         "failed_environments": sum("error" in episode.metadata for episode in episodes),

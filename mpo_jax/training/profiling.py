@@ -27,12 +27,13 @@ class Stopwatch:
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Tokens of the episodes, and tokens of the rows that they were packed into, by second of the whole step.
 
-    Only the evaluation on fixed questions is not part of the step.
+    And overlap: the share of the step that was not spent waiting for episodes, while the rollout could run. Only the evaluation on fixed questions is not part of the step.
     """
     seconds = metrics["seconds"] - metrics["seconds_evaluation"]
     return {
         "tokens_per_second": metrics["tokens"] / seconds,
         "tokens_per_second_padded": metrics["padded_tokens"] / seconds,
+        "overlap": 1 - metrics["seconds_wait"] / seconds,
     }
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import types
 
 import pytest
 from training import runs
@@ -199,3 +200,55 @@ def test_a_monitor_reads_along_only_where_a_threshold_asks_for_it():
     watched = parts.monitored(config, model, plain)
     assert isinstance(watched.engine, MonitoredEngine) and watched.engine.num_slots == plain.engine.num_slots
     assert watched.limits == dataclasses.replace(plain.limits, flagged=True)
+
+
+def test_a_correction_is_configured_with_its_hyperparameters():
+    """Token ratios .5/.25 = 2 and .5/1 = .5 of the trainer's to the engine's, truncated at 1.5."""
+    import numpy as np
+
+    config = runs.config(correction="truncated")
+    config.truncated.maximum = 1.5
+    algorithm = parts.make_algorithm(config)
+    assert algorithm.name == "mpo" and parts.make_algorithm(runs.config()).correction is None
+    old = np.log(np.array([[0.5, 0.5, 0.5]], np.float32))
+    batch = types.SimpleNamespace(
+        behavior_logprobs=np.log(np.array([[0.25, 1.0, 0.5]], np.float32)),
+        action_mask=np.array([[True, True, False]]),
+        turn_ids=np.zeros((1, 3), np.int32),
+        sequence_ids=np.zeros((1, 3), np.int32),
+    )
+    weights, kept = algorithm.correction(old, batch)
+    np.testing.assert_allclose(weights, [[1.5, 0.5, 1.0]], rtol=1e-6)
+    assert kept.tolist() == batch.action_mask.tolist()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"correction": "clipped"}, "unknown correction 'clipped', expected one of: truncated, masked"),
+        ({"correction": "masked", "algorithm": "sao"}, "sao accounts for the sampling policy itself"),
+    ],
+)
+def test_a_correction_that_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parts.make_algorithm(runs.config(**changes))
+
+
+@pytest.mark.parametrize(("staleness", "pending"), [(None, 4), (0, 2), (3, 8)])
+def test_staleness_settles_the_back_pressure(staleness, pending):
+    """BUG-143: what is in flight and in the queue is (K + 1) batches of 2 groups at most."""
+    config = runs.config(max_staleness=staleness, max_pending_groups=None)
+    parts.settle_groups(config, parts.make_algorithm(config))
+    assert config.max_pending_groups == pending
+    assert parts.make_settings(config).max_staleness == staleness
+    admission = parts.make_admission(config)
+    assert (
+        (admission is None)
+        if staleness is None
+        else (admission.groups_per_step, admission.max_staleness) == (2, staleness)
+    )
+
+
+def test_a_negative_staleness_is_refused():
+    with pytest.raises(ValueError, match="max_staleness=-1"):
+        parts.make_settings(runs.config(max_staleness=-1))

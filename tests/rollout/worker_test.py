@@ -11,6 +11,7 @@ import pytest
 from fakes import END, Counting, Letters, ScriptedEngine
 
 from mpo_jax.rollout.worker import Rollout, run_groups, run_worker, stop_on_signals
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 
@@ -174,3 +175,52 @@ def test_signals_are_restored_after_the_first():
         os.kill(os.getpid(), signal.SIGINT)
         assert should_stop()
         assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_group_is_begun_with_the_weights_of_its_moment_and_never_too_old(store):
+    """Without staleness the rollout stops after a batch until new weights are there, however often it is asked."""
+    made = rollout(group_size=1)
+    bound = Admission(max_staleness=0, groups_per_step=3)
+    assert run_groups(made, store, 10, admission=bound) == 3
+    assert run_groups(made, store, 10, admission=bound) == 0
+    assert len(store.take(3, 0)) == 3
+    assert run_groups(made, store, 10, admission=bound) == 0  # step 0 is under way, version 1 not there yet
+    made.engine.load(None, 1)
+    assert run_groups(made, store, 10, admission=bound) == 3
+    assert [set(group[0].versions) for group in store.take(3, 1, min_version=1)] == [{1}] * 3
+
+
+def test_new_weights_are_taken_while_episodes_run_and_the_oldest_counts(store):
+    made = rollout(group_size=1, task_stream=lambda group_id: {"task": "t", "turns": 3})
+    ticks = iter(range(100))
+
+    def refresh():
+        made.engine.load(None, next(ticks))
+
+    run_groups(made, store, 4, refresh=refresh)
+    versions = [episode.versions for episode in store.episodes()]
+    assert all(v == sorted(v) and len(set(v)) == 3 for v in versions)
+    assert store._number("SELECT MAX(oldest_version - ?) FROM groups", min(v[0] for v in versions)) == 0
+
+
+def test_a_free_slot_waits_for_no_other(store):
+    """Two slots, a long episode beside short ones: it takes as many calls as the long one has turns."""
+    turns = [6, 1, 1, 1, 1, 1]
+    made = rollout(
+        engine=ScriptedEngine(random_words, num_slots=2),
+        group_size=1,
+        task_stream=lambda group_id: {"task": "t", "turns": turns[group_id]},
+    )
+    assert run_groups(made, store, 6) == 6
+    assert len(made.engine.calls) == 6
+
+
+def test_a_group_that_must_wait_is_asked_for_again_while_others_run(store):
+    """Back-pressure of two groups: the third is begun once the learner has taken the first, in the same round."""
+    made = rollout(group_size=1, task_stream=lambda group_id: {"task": "t", "turns": 1 if group_id == 0 else 2})
+    asked = []
+
+    def refresh():
+        asked.append(store.take(1, len(asked)))  # a learner that is fast
+
+    assert run_groups(made, store, 3, max_pending=2, refresh=refresh) == 3
