@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import types
 
+import numpy as np
 import pytest
 from training import runs
 
@@ -14,6 +14,7 @@ from mpo_jax.rollout.monitor import MonitoredEngine
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
 from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.learner import Settings
+from mpo_jax.types import Trajectories
 
 
 def test_an_unknown_algorithm_names_the_known_ones():
@@ -204,18 +205,25 @@ def test_a_monitor_reads_along_only_where_a_threshold_asks_for_it():
 
 def test_a_correction_is_configured_with_its_hyperparameters():
     """Token ratios .5/.25 = 2 and .5/1 = .5 of the trainer's to the engine's, truncated at 1.5."""
-    import numpy as np
-
     config = runs.config(correction="truncated")
     config.truncated.maximum = 1.5
     algorithm = parts.make_algorithm(config)
     assert algorithm.name == "mpo" and parts.make_algorithm(runs.config()).correction is None
     old = np.log(np.array([[0.5, 0.5, 0.5]], np.float32))
-    batch = types.SimpleNamespace(
+    zeros, mask, one = np.zeros((1, 3), np.int32), np.array([[True, True, False]]), np.zeros((1, 1), np.int32)
+    batch = Trajectories(
+        tokens=zeros,
+        positions=zeros,
+        sequence_ids=zeros,
+        turn_ids=zeros,
+        action_mask=mask,
+        executable_mask=mask,
+        rewards=zeros.astype(np.float32),
         behavior_logprobs=np.log(np.array([[0.25, 1.0, 0.5]], np.float32)),
-        action_mask=np.array([[True, True, False]]),
-        turn_ids=np.zeros((1, 3), np.int32),
-        sequence_ids=np.zeros((1, 3), np.int32),
+        state_ids=zeros,
+        group_ids=one,
+        truncated=one.astype(bool),
+        policy_version=one,
     )
     weights, kept = algorithm.correction(old, batch)
     np.testing.assert_allclose(weights, [[1.5, 0.5, 1.0]], rtol=1e-6)
