@@ -88,10 +88,10 @@ class Learner:
         self.diagnose = jax.jit(self._diagnose)
 
     def take(self, store: EpisodeStore, step: int) -> list[list[Episode]] | None:
-        """The groups of a step, without what teaches nothing (dynamic sampling) or is too old (`Admission` lets none be)."""
+        """The groups of a step, less what teaches nothing (dynamic sampling) or is too old (`Admission`)."""
         s, filters = self.settings, "group_filter" in self.algorithm.needs
-        lag, dropped = (step if s.max_staleness is None else s.max_staleness), s.groups_per_step * 3 * filters
-        return store.take(s.groups_per_step, step, min_version=max(step - lag, 0), keep=informative, max_dropped=dropped)
+        oldest, dropped = 0 if s.max_staleness is None else step - s.max_staleness, s.groups_per_step * 3 * filters
+        return store.take(s.groups_per_step, step, min_version=oldest, keep=informative, max_dropped=dropped)
 
     def pretrains_value(self, step: int) -> bool:
         """Whether a step trains the critic alone."""
@@ -221,9 +221,9 @@ def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
     returns = np.array([sum(episode.rewards) for episode in episodes])
     finite = returns[np.isfinite(returns)]
     lags = [step - version for episode in episodes for version in episode.versions] or [0]
-    lengths = [len(episode.tokens) for episode in episodes]
+    lengths = [len(episode.tokens) for episode in episodes] or [0]
     ends = [episode.end_reason for episode in episodes]
-    reasons = {f"end_{reason}": ends.count(reason) / len(ends) for reason in get_args(EndReason)}
+    reasons = {f"end_{reason}": ends.count(reason) / max(len(ends), 1) for reason in get_args(EndReason)}
     return reasons | {
         "success": np.mean(evaluation.success(returns)),
         "return": np.mean(finite) if len(finite) else np.nan,

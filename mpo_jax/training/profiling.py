@@ -27,7 +27,8 @@ class Stopwatch:
 def throughput(metrics: Mapping[str, float]) -> dict[str, float]:
     """Tokens of the episodes, and tokens of the rows that they were packed into, by second of the whole step.
 
-    And overlap: the share of the step that was not spent waiting for episodes, while the rollout could run. Only the evaluation on fixed questions is not part of the step.
+    And overlap: the share of the step that was not spent waiting for episodes, while the rollout could run. Only the
+    evaluation on fixed questions is not part of the step.
     """
     seconds = metrics["seconds"] - metrics["seconds_evaluation"]
     return {
