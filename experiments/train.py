@@ -58,7 +58,10 @@ def main(_):
         config, workdir, model, setting, store, published
     )
     trace = parts.make_trace(workdir, PROFILE.value)
-    log = MetricsLog(workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace)
+    utilisation = parts.make_utilisation(config, model, state)
+    log = MetricsLog(
+        workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace, utilisation=utilisation
+    )
     with worker, stop_on_signals() as should_stop:
         state = learn(
             learner,

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,12 +14,27 @@ from mpo_jax.training.profiling import Trace
 
 
 class MetricsLog:
-    """Writes the metrics of a run; a resumed run goes on in the same files, its repeated steps taken out."""
+    """Writes the metrics of a run; a resumed run goes on in the same files, its repeated steps taken out.
+
+    Args:
+      folder: of the run.
+      total_steps, first_step: of the bar; rows from `first_step` on are taken out.
+      quiet: no bar.
+      trace: of some steps, if wanted.
+      utilisation: (tokens of an episode, tokens a second) -> MFU, where the peak of the devices is known.
+    """
 
     def __init__(
-        self, folder: Path, *, total_steps: int, first_step: int = 0, quiet: bool = False, trace: Trace | None = None
+        self,
+        folder: Path,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        quiet: bool = False,
+        trace: Trace | None = None,
+        utilisation: Callable[[float, float], float] | None = None,
     ):
-        self.path, self._trace = folder / "metrics.jsonl", trace
+        self.path, self._trace, self._utilisation = folder / "metrics.jsonl", trace, utilisation
         kept = [row for row in read_metrics(self.path) if row["step"] < first_step]
         beside = self.path.with_suffix(".new")
         beside.write_text("".join(json.dumps(row) + "\n" for row in kept))
@@ -35,6 +50,8 @@ class MetricsLog:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records the metrics of a step; what is not finite is written as null."""
         row = {name: float(value) for name, value in metrics.items()}
+        if self._utilisation is not None and "tokens_per_second" in row:
+            row["mfu"] = self._utilisation(row["tokens"] / row["episodes"], row["tokens_per_second"])
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
         self._file.write(json.dumps({"step": step, **finite}) + "\n")
         self._file.flush()

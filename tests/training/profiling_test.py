@@ -8,9 +8,10 @@ import jax
 import pytest
 
 from experiments import parts
-from mpo_jax.training import profiling
-from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training import plan, profiling
+from mpo_jax.training.metrics import MetricsLog, read_metrics
 from mpo_jax.training.profiling import Stopwatch, Trace
+from training import runs
 
 
 def test_seconds_add_up_by_part():
@@ -76,6 +77,21 @@ def test_a_trace_names_the_parts_of_its_steps(tmp_path):
     assert step["args"]["step_num"] == "7"
     assert step["ts"] <= part["ts"] and part["ts"] + part["dur"] <= step["ts"] + step["dur"]
     assert list(tmp_path.glob("**/*.xplane.pb"))
+
+
+def test_mfu_is_logged_where_the_peak_is_known(tmp_path, monkeypatch):
+    config, model = runs.config(epochs=2), runs.model()
+    state = runs.fresh_state("gspo")
+    assert parts.make_utilisation(config, model, state) is None  # of a CPU nobody says it
+    monkeypatch.setitem(plan.CHIPS, jax.devices()[0].device_kind, plan.Chip(memory=1e9, peak_flops=1e9))
+    log = MetricsLog(tmp_path, total_steps=2, quiet=True, utilisation=parts.make_utilisation(config, model, state))
+    log.write(0, {"tokens": 60.0, "episodes": 2.0, "tokens_per_second": 50.0})
+    log.write(1, {"success": 0.5})
+    log.close()
+    # N = 1 layer · (16·8·(2·2 + 2·1) + 3·16·24) + 16 V; 6 N + 6 · 1 layer · 2 heads · 8 · 30 tokens, twice 50 a second.
+    flops = 6 * (16 * 8 * 6 + 3 * 16 * 24 + 16 * model.config.vocab_size) + 6 * 2 * 8 * 30
+    first, second = read_metrics(tmp_path / "metrics.jsonl")
+    assert first["mfu"] == pytest.approx(flops * 100 / 1e9) and "mfu" not in second
 
 
 @pytest.mark.parametrize("steps", [["3", "2"], ["1", "2", "3"], ["a"], ["-1"]])
