@@ -1,5 +1,6 @@
 """A model in one GGUF file of llama.cpp: shape, and parameters, dequantised by the `gguf` library."""
 
+import functools
 from pathlib import Path
 
 import gguf
@@ -9,9 +10,14 @@ from flax import nnx
 
 from mpo_jax.models import gguf_tokenizer, layout, weights
 from mpo_jax.models.chat import TemplateTokenizer
-from mpo_jax.models.transformer import TransformerConfig
+from mpo_jax.models.config import TransformerConfig
 
-_QK_NORM = {"llama": False, "qwen3": True}
+_ARCHITECTURES = {  # what every model of one has
+    "llama": {"qk_norm": False},
+    "qwen2": {"qk_norm": False, "qkv_bias": True},
+    "qwen3": {},
+    "qwen3moe": {"renormalize_experts": True},
+}
 
 
 class GgufFile:
@@ -56,8 +62,8 @@ def read_config(file: GgufFile) -> TransformerConfig:
     Raises:
       ValueError: an architecture or a feature that is not supported, or a missing field; the message names it.
     """
-    if file.architecture not in _QK_NORM:
-        raise ValueError(f"general.architecture is {file.architecture!r}, expected one of {sorted(_QK_NORM)}")
+    if file.architecture not in _ARCHITECTURES:
+        raise ValueError(f"general.architecture is {file.architecture!r}, expected one of {sorted(_ARCHITECTURES)}")
     if (kind := file.shape_value("rope.scaling.type", "none")) != "none":
         raise ValueError(f"rope.scaling.type is {kind!r}, only 'none' is supported")
     heads, width = file.shape_value("attention.head_count"), file.shape_value("embedding_length")
@@ -74,8 +80,11 @@ def read_config(file: GgufFile) -> TransformerConfig:
         norm_epsilon=float(
             np.format_float_positional(np.float32(file.shape_value("attention.layer_norm_rms_epsilon")))
         ),
-        qk_norm=_QK_NORM[file.architecture],
+        num_experts=file.shape_value("expert_count", 0),
+        experts_per_token=file.shape_value("expert_used_count", 0),
+        expert_width=file.shape_value("expert_feed_forward_length", 0),
         tied_embeddings="output.weight" not in file.shapes,
+        **_ARCHITECTURES[file.architecture],
     )
 
 
@@ -89,5 +98,5 @@ def load(
     """
     file = GgufFile(path)
     config = read_config(file)
-    params = layout.assemble(weights.shapes(config, dtype), file, layout.gguf, sharding)
+    params = layout.assemble(weights.shapes(config, dtype), file, functools.partial(layout.gguf, config), sharding)
     return config, params, gguf_tokenizer.read(file.fields)

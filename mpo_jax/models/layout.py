@@ -1,16 +1,19 @@
 """Where each parameter lies in other people's checkpoints, and the way from there into (sharded) arrays and back."""
 
+import collections
 import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 from flax import nnx
+from safetensors import safe_open
 
-from mpo_jax.types import Array
+from mpo_jax.models.config import TransformerConfig
 
 Index = tuple[slice, ...]
 Sharding = Callable[[str, tuple[int, ...]], jax.sharding.Sharding]
@@ -20,6 +23,8 @@ _TRUNK = {
     "embedding.embedding": ("model.embed_tokens.weight", "token_embd.weight"),
     "final_norm.scale": ("model.norm.weight", "output_norm.weight"),
     "output.kernel": ("lm_head.weight", "output.weight"),
+    "value.kernel": ("score.weight",),  # of a critic, as Hugging Face classifies tokens
+    "value.bias": ("score.bias",),
 }
 _BLOCK = {
     "attention_norm.scale": ("input_layernorm.weight", "attn_norm.weight"),
@@ -27,12 +32,24 @@ _BLOCK = {
     "attention.key.kernel": ("self_attn.k_proj.weight", "attn_k.weight"),
     "attention.value.kernel": ("self_attn.v_proj.weight", "attn_v.weight"),
     "attention.output.kernel": ("self_attn.o_proj.weight", "attn_output.weight"),
+    "attention.query.bias": ("self_attn.q_proj.bias", "attn_q.bias"),
+    "attention.key.bias": ("self_attn.k_proj.bias", "attn_k.bias"),
+    "attention.value.bias": ("self_attn.v_proj.bias", "attn_v.bias"),
     "attention.query_norm.scale": ("self_attn.q_norm.weight", "attn_q_norm.weight"),
     "attention.key_norm.scale": ("self_attn.k_norm.weight", "attn_k_norm.weight"),
     "mlp_norm.scale": ("post_attention_layernorm.weight", "ffn_norm.weight"),
     "mlp.gate.kernel": ("mlp.gate_proj.weight", "ffn_gate.weight"),
     "mlp.up.kernel": ("mlp.up_proj.weight", "ffn_up.weight"),
     "mlp.down.kernel": ("mlp.down_proj.weight", "ffn_down.weight"),
+    "mlp.router.kernel": ("mlp.gate.weight", "ffn_gate_inp.weight"),
+    "mlp.expert_gate": ("mlp.experts.{expert}.gate_proj.weight", "ffn_gate_exps.weight"),
+    "mlp.expert_up": ("mlp.experts.{expert}.up_proj.weight", "ffn_up_exps.weight"),
+    "mlp.expert_down": ("mlp.experts.{expert}.down_proj.weight", "ffn_down_exps.weight"),
+}
+_POST_NORMS = {  # a block with four norms has the names of two at other places
+    "attention_post_norm.scale": ("post_attention_layernorm.weight", "post_attention_norm.weight"),
+    "mlp_norm.scale": ("pre_feedforward_layernorm.weight", "ffn_norm.weight"),
+    "mlp_post_norm.scale": ("post_feedforward_layernorm.weight", "post_ffw_norm.weight"),
 }
 
 
@@ -50,42 +67,75 @@ class Checkpoint(Protocol):
         """The part of a tensor at an index of one slice an axis."""
 
 
+class Safetensors:
+    """The tensors of some files, read in part from the disk."""
+
+    def __init__(self, paths: Iterable[Path]):
+        self._files = {}
+        for path in paths:
+            opened = safe_open(path, framework="np")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+        self.shapes = {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """The part of a tensor at an index of one slice an axis."""
+        return self._files[name].get_slice(name)[index]
+
+
 @dataclasses.dataclass(frozen=True)
 class Stored:
     """One parameter as a checkpoint has it.
 
     Attributes:
-      name: of its tensor.
-      transposed: a matrix [out,in], where ours is [in,out].
+      names: of its tensor; or of one an expert, stacked along the first axis.
+      transposed: matrices [out,in], where ours are [in,out].
+      by_expert: a tensor an expert.
     """
 
-    name: str
+    names: tuple[str, ...]
     transposed: bool
+    by_expert: bool
 
-    def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the stored tensor, from that of the parameter."""
-        return shape[::-1] if self.transposed else shape
+    def shapes(self, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+        """Of the stored tensors, from that of the parameter."""
+        one = shape[1:] if self.by_expert else shape
+        return dict.fromkeys(self.names, (*one[:-2], one[-1], one[-2]) if self.transposed else one)
 
     def read(self, checkpoint: Checkpoint, index: Index) -> np.ndarray:
         """The part of the parameter at `index`."""
-        return self.turned(checkpoint.read(self.name, index[::-1] if self.transposed else index))
+        one = index[1:] if self.by_expert else index
+        one = (*one[:-2], one[-1], one[-2]) if self.transposed else one
+        if self.by_expert:
+            x = np.stack([checkpoint.read(name, one) for name in self.names[index[0]]])
+        else:
+            x = checkpoint.read(self.names[0], one)
+        return x.swapaxes(-1, -2) if self.transposed else x
 
-    def turned(self, x: np.ndarray) -> np.ndarray:
-        """Ours from the stored, or the stored from ours."""
-        return x.T if self.transposed else x
+    def split(self, x: np.ndarray) -> dict[str, np.ndarray]:
+        """The stored tensors of a parameter."""
+        x = x.swapaxes(-1, -2) if self.transposed else x
+        parts = zip(self.names, x, strict=True) if self.by_expert else [(self.names[0], x)]
+        return {name: np.ascontiguousarray(part) for name, part in parts}
 
 
-def _stored(column: int, block: str, name: str) -> Stored:
+def _stored(column: int, block: str, config: TransformerConfig, name: str) -> Stored:
+    name = name.removeprefix("trunk.")
     numbered = re.fullmatch(r"blocks\.(\d+)\.(.*)", name)
+    of_block = _BLOCK | _POST_NORMS if config.post_norms else _BLOCK
     try:
-        theirs = _BLOCK[numbered[2]] if numbered else _TRUNK[name]
-    except KeyError:
+        theirs = (of_block[numbered[2]] if numbered else _TRUNK[name])[column]
+    except (KeyError, IndexError):
         raise ValueError(f"parameter {name!r} has no place in this format") from None
-    prefix = block.format(numbered[1]) if numbered else ""
-    return Stored(name=prefix + theirs[column], transposed=name.endswith(".kernel"))
+    theirs = (block.format(numbered[1]) if numbered else "") + theirs
+    by_expert = "{expert}" in theirs
+    return Stored(
+        names=tuple(theirs.format(expert=expert) for expert in range(config.num_experts)) if by_expert else (theirs,),
+        transposed=name.endswith(".kernel") or ".expert_" in name,
+        by_expert=by_expert,
+    )
 
 
-huggingface = functools.partial(_stored, 0, "model.layers.{}.")
+huggingface = functools.partial(_stored, 0, "model.layers.{}.")  # of a config and the name of a parameter
 gguf = functools.partial(_stored, 1, "blk.{}.")
 
 
@@ -126,7 +176,8 @@ def assemble(
     """
     leaves = names(like)
     stored = {name: place(name) for name in leaves}
-    check(checkpoint, {stored[name].name: stored[name].shape(x.shape) for name, x in leaves.items()}, ignored)
+    expected = [stored[name].shapes(x.shape) for name, x in leaves.items()]
+    check(checkpoint, dict(collections.ChainMap(*expected)), ignored)
     whole = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def fetch(name: str, dtype: np.dtype, index: Index) -> np.ndarray:
@@ -140,10 +191,3 @@ def assemble(
         array = jax.make_array_from_callback(shape, where, functools.partial(fetch, name, dtype))
         flat.append((path, leaf.replace(array)))
     return nnx.from_flat_state(flat)
-
-
-def disassemble(params: nnx.State, place: Callable[[str], Stored]) -> Iterable[tuple[str, Callable[[], Array]]]:
-    """Stored name and a function that brings the tensor to the host, parameter by parameter."""
-    for name, x in names(params).items():
-        stored = place(name)
-        yield stored.name, functools.partial(lambda s, x: np.ascontiguousarray(s.turned(np.asarray(x))), stored, x)

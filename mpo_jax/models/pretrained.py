@@ -31,6 +31,8 @@ class Pretrained:
 
 def save(folder: Path | str, model: Pretrained) -> None:
     """Writes the folder, parameters as bfloat16."""
+    if model.config.rope_scaling is not None:
+        raise ValueError("rope_scaling has no place in this library's config.json; use huggingface.save")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(dataclasses.asdict(model.config), indent=2) + "\n")
@@ -61,7 +63,7 @@ def load(name: Path | str, *, dtype=jnp.float32, sharding: layout.Sharding | Non
         if "model_type" in fields:
             config, params = huggingface.load(path, dtype=dtype, sharding=sharding)
             return Pretrained(config=config, params=params, tokenizer=TemplateTokenizer.load(path))
-        config = TransformerConfig(**fields)
+        config = TransformerConfig(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
         arrays = load_file(path / "model.safetensors")
         params = weights.unflatten(shapes(config, dtype), arrays)
     except (OSError, TypeError, ValueError, SafetensorError) as error:
@@ -93,5 +95,6 @@ def find(name: Path | str) -> Path:
 def critic_params(config: TransformerConfig, policy: nnx.State) -> nnx.State:
     """A critic whose trunk starts as the policy's and whose value starts as zero."""
     critic = Critic(config, rngs=nnx.Rngs(0))
-    nnx.update(critic.trunk, policy)
+    trunk = [(path, leaf) for path, leaf in nnx.to_flat_state(policy) if path[0] != "output"]
+    nnx.update(critic.trunk, nnx.from_flat_state(trunk))
     return nnx.state(critic)

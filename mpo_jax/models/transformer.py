@@ -1,7 +1,7 @@
-"""A decoder-only transformer in the Qwen3 family's shape, driven by one config.
+"""A decoder-only transformer, driven by one config: Qwen3 and its mixture of experts, Qwen2, Llama, Gemma 3.
 
-RMSNorm before each block, rotary positions, grouped-query attention with normalised queries and keys, SwiGLU.
-See *Qwen3 Technical Report* (arXiv:2505.09388), section 2.
+RMSNorm before each block, rotary positions, grouped-query attention with normalised queries and keys, a gated hidden
+layer or experts. See *Qwen3 Technical Report* (arXiv:2505.09388), section 2.
 """
 
 import dataclasses
@@ -12,61 +12,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from mpo_jax.models.config import REMAT, TransformerConfig
+from mpo_jax.models.moe import Experts, Routing
+from mpo_jax.models.rope import rotate
 from mpo_jax.types import Array
 
 MESH_AXES = ("data", "fsdp", "tensor", "expert")
 ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are divided
-
-
-REMAT = {  # what of a block is kept for the backward pass; the rest is computed again
-    "all": jax.checkpoint_policies.everything_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "none": jax.checkpoint_policies.nothing_saveable,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class TransformerConfig:
-    """The shape of a transformer.
-
-    Attributes:
-      vocab_size: V, number of token ids.
-      width: D, of the residual stream.
-      num_layers: blocks.
-      num_heads: query heads.
-      num_kv_heads: key and value heads; a divisor of `num_heads`.
-      head_dim: H, of one head; even, for the rotation.
-      mlp_width: of the gated hidden layer.
-      rope_theta: base of the rotary frequencies.
-      norm_epsilon: of every RMSNorm.
-      qk_norm: normalise queries and keys by head (Qwen3 does, Llama does not).
-      tied_embeddings: the output head is the embedding table.
-      smeared_keys: mix each key with the one before it. Copying what followed an earlier occurrence of a token then
-        takes one head, not two layers that must find each other: tiny models learn to copy in minutes.
-    """
-
-    vocab_size: int
-    width: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    mlp_width: int
-    rope_theta: float = 1e4
-    norm_epsilon: float = 1e-6
-    qk_norm: bool = True
-    tied_embeddings: bool = True
-    smeared_keys: bool = False
-    scan_layers: bool = False
-    remat: str = "all"
-
-    def __post_init__(self):
-        if self.remat not in REMAT:
-            raise ValueError(f"remat={self.remat!r}, expected one of: {', '.join(REMAT)}")
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} is odd; the rotation needs pairs")
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -94,19 +47,6 @@ def by_rows(x: Array, *more_axes: str) -> Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec((*ROWS, *more_axes)))
 
 
-def rotate(x: Array, positions: Array, theta: float) -> Array:
-    """Rotary position embedding of x[B,T,N,H] at positions[B,T]: pair (i, i+H/2) turns by position · θ^(−2i/H).
-
-    See *RoFormer* (arXiv:2104.09864), Eq. 34; halves are paired as in Hugging Face's weights.
-    """
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies[None, None, None, :]
-    cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-    first, second = x[..., :half], x[..., half:]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def smear(keys: Array, share: Array, starts: Array) -> Array:
     """Keys[B,T,K,H] mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; nothing before a start.
 
@@ -117,19 +57,40 @@ def smear(keys: Array, share: Array, starts: Array) -> Array:
     return share * keys + (1.0 - share) * before
 
 
-class Attention(nnx.Module):
-    """Causal grouped-query attention, over the row itself or over a cache."""
+class ShiftedRMSNorm(nnx.Module):
+    """x / rms(x) · (1 + scale), multiplied before rounding to the type of x."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+    def __init__(self, width: int, *, epsilon: float, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jnp.zeros(width))
+        self.epsilon = epsilon
+
+    def __call__(self, x):
+        y = x.astype(jnp.float32)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + self.epsilon)
+        scale = 1.0 + self.scale.get_value().astype(jnp.float32)
+        return (y * scale.reshape((1,) * (y.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def _norm(config: TransformerConfig, width: int, rngs: nnx.Rngs) -> nnx.Module:
+    kind = ShiftedRMSNorm if config.shifted_norms else nnx.RMSNorm
+    return kind(width, epsilon=config.norm_epsilon, rngs=rngs)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention, over the row itself or over a cache, as far back as the layer's window."""
+
+    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
         c = config
         self.config = c
-        self.query = nnx.Linear(c.width, c.num_heads * c.head_dim, use_bias=False, rngs=rngs)
-        self.key = nnx.Linear(c.width, c.num_kv_heads * c.head_dim, use_bias=False, rngs=rngs)
-        self.value = nnx.Linear(c.width, c.num_kv_heads * c.head_dim, use_bias=False, rngs=rngs)
+        self.window = c.window(layer)
+        self.local = self.window is not None and c.local_rope_theta is not None
+        self.query = nnx.Linear(c.width, c.num_heads * c.head_dim, use_bias=c.qkv_bias, rngs=rngs)
+        self.key = nnx.Linear(c.width, c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias, rngs=rngs)
+        self.value = nnx.Linear(c.width, c.num_kv_heads * c.head_dim, use_bias=c.qkv_bias, rngs=rngs)
         self.output = nnx.Linear(c.num_heads * c.head_dim, c.width, use_bias=False, rngs=rngs)
         if c.qk_norm:
-            self.query_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_epsilon, rngs=rngs)
-            self.key_norm = nnx.RMSNorm(c.head_dim, epsilon=c.norm_epsilon, rngs=rngs)
+            self.query_norm = _norm(c, c.head_dim, rngs)
+            self.key_norm = _norm(c, c.head_dim, rngs)
         if c.smeared_keys:
             self.smear = nnx.Param(jnp.zeros(c.num_kv_heads))
 
@@ -141,7 +102,8 @@ class Attention(nnx.Module):
         v = self.value(x).reshape(rows, length, c.num_kv_heads, c.head_dim)
         if c.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        q, k = rotate(q, positions, c.rope_theta), rotate(k, positions, c.rope_theta)
+        theta, scaling = (c.local_rope_theta, None) if self.local else (c.rope_theta, c.rope_scaling)
+        q, k = rotate(q, positions, theta, scaling), rotate(k, positions, theta, scaling)
         key_positions = positions
         if cache is not None:
             row = jnp.arange(rows)[:, None]
@@ -151,35 +113,64 @@ class Attention(nnx.Module):
         cache = (k, v)
         if c.smeared_keys:
             k = smear(k, self.smear.get_value(), key_positions == 0)
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+        if self.window is not None:
+            mask = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
+        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=c.attention_scale)
         return self.output(mixed.reshape(rows, length, -1)), cache
 
 
 class Mlp(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)). See *GLU Variants Improve Transformer* (arXiv:2002.05202), Eq. 6."""
+    """down(σ(gate(x)) · up(x)), σ silu or gelu. See *GLU Variants Improve Transformer* (arXiv:2002.05202), Eq. 6."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.activation = config.activation
         self.gate = nnx.Linear(config.width, config.mlp_width, use_bias=False, rngs=rngs)
         self.up = nnx.Linear(config.width, config.mlp_width, use_bias=False, rngs=rngs)
         self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 class Block(nnx.Module):
-    """One layer: attention, then the gated MLP, each on the normalised residual stream."""
+    """One layer: attention, then the gated MLP or the experts, each on the normalised residual stream."""
 
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
-        self.mlp = Mlp(config, rngs=rngs)
+    def __init__(self, config: TransformerConfig, layer: int, *, rngs: nnx.Rngs):
+        self.attention_norm = _norm(config, config.width, rngs)
+        self.attention = Attention(config, layer, rngs=rngs)
+        self.mlp_norm = _norm(config, config.width, rngs)
+        self.has_experts = config.has_experts(layer)
+        self.mlp = (Experts if self.has_experts else Mlp)(config, rngs=rngs)
+        self.post_norms = config.post_norms
+        if self.post_norms:
+            self.attention_post_norm = _norm(config, config.width, rngs)
+            self.mlp_post_norm = _norm(config, config.width, rngs)
 
-    def __call__(self, x, positions, mask, cache):
+    def __call__(self, x, positions, mask, cache, replay):
         mixed, cache = self.attention(self.attention_norm(x), positions, mask, cache)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), cache
+        x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)
+        inner, routing = self.mlp_norm(x), None
+        if self.has_experts:
+            mixed, routing = self.mlp(inner, replay)
+        else:
+            mixed = self.mlp(inner)
+        return x + (self.mlp_post_norm(mixed) if self.post_norms else mixed), cache, routing
+
+
+def _stack(routings: list[Routing | None]) -> Routing | None:
+    """Of the layers that have experts, one after the other."""
+    routings = [routing for routing in routings if routing is not None]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings) if routings else None
+
+
+def _mask(tokens: Array, positions: Array, segment_ids: Array | None, cache: Cache | None) -> Array:
+    """bool[B,T,S]: which keys each token may see, windows aside."""
+    if (segment_ids is None) == (cache is None):
+        raise ValueError("expected either segment_ids or a cache: a row that is cached is one segment")
+    if cache is None:
+        same = segment_ids[:, :, None] == segment_ids[:, None, :]
+        return same & jnp.tri(tokens.shape[1], dtype=bool)[None]
+    return jnp.arange(cache.keys[0].shape[1])[None, None, :] <= positions[:, :, None]
 
 
 class Transformer(nnx.Module):
@@ -191,11 +182,11 @@ class Transformer(nnx.Module):
             config.vocab_size, config.width, embedding_init=nnx.initializers.normal(config.width**-0.5), rngs=rngs
         )
         if config.scan_layers:
-            make = nnx.vmap(lambda rngs: Block(config, rngs=rngs))
+            make = nnx.vmap(lambda rngs: Block(config, 0, rngs=rngs))
             self.blocks = nnx.split_rngs(splits=config.num_layers)(make)(rngs)
         else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.num_layers)])
-        self.final_norm = nnx.RMSNorm(config.width, epsilon=config.norm_epsilon, rngs=rngs)
+            self.blocks = nnx.List([Block(config, layer, rngs=rngs) for layer in range(config.num_layers)])
+        self.final_norm = _norm(config, config.width, rngs)
         if not config.tied_embeddings:
             self.output = nnx.Linear(config.width, config.vocab_size, use_bias=False, rngs=rngs)
 
@@ -208,48 +199,79 @@ class Transformer(nnx.Module):
           tokens: int[B,T].
           positions: int[B,T], restart at 0 with each sequence. With a cache, where to write: positions at or past the
             context length are dropped (the padding of ragged rows).
-          segment_ids: int[B,T], tokens see only their own segment; needed without a cache.
+          segment_ids: int[B,T], tokens see only their own segment; needed without a cache, refused with one: what is
+            in a row's cache is one segment.
           cache: what was read before; the row then goes on from it.
 
         Returns:
           float[B,T,D], and the cache with these tokens appended (None without one).
-        """
-        if cache is None:
-            same = segment_ids[:, :, None] == segment_ids[:, None, :]
-            mask = same & jnp.tri(tokens.shape[1], dtype=bool)[None]
-        else:
-            mask = jnp.arange(cache.keys[0].shape[1])[None, None, :] <= positions[:, :, None]
-        x = self.embedding(tokens)
-        if cache is None:
-            return self.final_norm(self._read(x, positions, mask)), None
-        layers = []
-        for index in range(self.config.num_layers):
-            x, entry = self._block(index)(x, positions, mask, (cache.keys[index], cache.values[index]))
-            layers.append(entry)
-        keys, values = zip(*layers, strict=True)
-        return self.final_norm(x), Cache(keys=keys, values=values)
 
-    def _read(self, x: Array, positions: Array, mask: Array) -> Array:
+        Raises:
+          ValueError: neither segment ids nor a cache, or both.
+        """
+        return self.routed(tokens, positions, segment_ids, cache)[:2]
+
+    def routed(
+        self,
+        tokens: Array,
+        positions: Array,
+        segment_ids: Array | None = None,
+        cache: Cache | None = None,
+        replay: Array | None = None,
+    ) -> tuple[Array, Cache | None, Routing | None]:
+        """The same, and where the layers with experts, L of them, sent the tokens.
+
+        Args:
+          tokens, positions, segment_ids, cache: as above.
+          replay: int[L,B,T,k], experts to use, such as the rollout's; −1 as in `moe.route`.
+
+        Returns:
+          float[B,T,D], the cache, and the routing with leading axes [L,B,T]; None without experts.
+
+        Raises:
+          ValueError: as above, or replay of another shape.
+        """
+        c = self.config
+        mask = _mask(tokens, positions, segment_ids, cache)
+        sparse = [layer for layer in range(c.num_layers) if c.has_experts(layer)]
+        if replay is not None and replay.shape != (expected := (len(sparse), *tokens.shape, c.experts_per_token)):
+            raise ValueError(f"replay has shape {replay.shape}, expected {expected}")
+        x = self.embedding(tokens)
+        if c.embedding_scale != 1.0:
+            x = x * jnp.asarray(c.embedding_scale, x.dtype)
+        if replay is not None:  # one entry a layer
+            replay = [replay[sparse.index(layer)] if layer in sparse else None for layer in range(c.num_layers)]
+        if cache is None:
+            x, routing = self._read(x, positions, mask, replay)
+            return self.final_norm(x), None, routing
+        layers, routings = [], []
+        for layer in range(c.num_layers):
+            entry = cache.keys[layer], cache.values[layer]
+            x, entry, routing = self._block(layer)(x, positions, mask, entry, replay and replay[layer])
+            layers.append(entry)
+            routings.append(routing)
+        keys, values = zip(*layers, strict=True)
+        return self.final_norm(x), Cache(keys=keys, values=values), _stack(routings)
+
+    def _read(self, x: Array, positions: Array, mask: Array, replay: list | None) -> tuple[Array, Routing | None]:
         """All blocks on whole rows [B,T,D]."""
 
-        graph, *params = self._split_blocks()
-
-        def layer(x, params):
-            return nnx.merge(graph, params)(by_rows(x), positions, mask, None)[0], None
+        def layer(graph, x, params, replay):
+            x, _, routing = nnx.merge(graph, params)(by_rows(x), positions, mask, None, replay)
+            return x, routing
 
         if self.config.remat != "all":
-            layer = jax.checkpoint(layer, policy=REMAT[self.config.remat])
+            layer = jax.checkpoint(layer, policy=REMAT[self.config.remat], static_argnums=0)
         if self.config.scan_layers:
-            return jax.lax.scan(layer, x, *params)[0]
-        for one in params:
-            x, _ = layer(x, one)
-        return x
-
-    def _split_blocks(self) -> tuple:
-        """The graph of a block, and the parameters: of all blocks in one where they are stacked, else one a block."""
-        if self.config.scan_layers:
-            return nnx.split(self.blocks)
-        return nnx.graphdef(self.blocks[0]), *(nnx.state(block) for block in self.blocks)
+            graph, params = nnx.split(self.blocks)
+            each = params, None if replay is None else jnp.stack(replay)
+            return jax.lax.scan(lambda x, one: layer(graph, x, *one), x, each)
+        routings = []
+        for index, block in enumerate(self.blocks):
+            graph, params = nnx.split(block)
+            x, routing = layer(graph, x, params, replay and replay[index])
+            routings.append(routing)
+        return x, _stack(routings)
 
     def _block(self, index: int) -> Block:
         if not self.config.scan_layers:
@@ -263,39 +285,13 @@ class Transformer(nnx.Module):
 
 
 class Critic(nnx.Module):
-    """A value of every prefix: a trunk of its own and one linear head, zero at the start."""
+    """A value of every prefix: a trunk of its own, without an output head, and one linear layer, zero at the start."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.trunk = Transformer(config, rngs=rngs)
+        self.trunk = Transformer(dataclasses.replace(config, tied_embeddings=True), rngs=rngs)
         self.value = nnx.Linear(config.width, 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
     def __call__(self, tokens: Array, positions: Array, segment_ids: Array) -> Array:
         """float[B,T]: the value of the prefix that ends *with* each token (`evaluation` shifts it)."""
         hidden, _ = self.trunk(tokens, positions, segment_ids)
         return self.value(hidden)[..., 0]
-
-
-def stacked(params: nnx.State) -> nnx.State:
-    """The parameters of `scan_layers=False` as those of `scan_layers=True`: block i is entry i of a leading axis."""
-    layers: dict[tuple, list] = {}
-    for path, leaf in nnx.to_flat_state(params):
-        whole = tuple(key for key in path if not isinstance(key, int))
-        layers.setdefault(whole, []).append(leaf)
-    join = [
-        (path, leaves[0].replace(jnp.stack([x.get_value() for x in leaves])) if "blocks" in path else leaves[0])
-        for path, leaves in layers.items()
-    ]
-    return nnx.from_flat_state(join)
-
-
-def unstacked(params: nnx.State) -> nnx.State:
-    """Undoes `stacked`."""
-    flat = []
-    for path, leaf in nnx.to_flat_state(params):
-        if "blocks" not in path:
-            flat.append((path, leaf))
-            continue
-        place = path.index("blocks") + 1
-        for index, value in enumerate(leaf.get_value()):
-            flat.append(((*path[:place], index, *path[place:]), leaf.replace(value)))
-    return nnx.from_flat_state(sorted(flat, key=lambda item: [str(key).zfill(6) for key in item[0]]))

@@ -23,6 +23,9 @@ PARAMETERS: dict[str, P] = {  # the end of a parameter's name; one that no line 
     "mlp.gate.kernel": P("fsdp", "tensor"),
     "mlp.up.kernel": P("fsdp", "tensor"),
     "mlp.down.kernel": P("tensor", "fsdp"),
+    "mlp.expert_gate": P("expert", "fsdp", "tensor"),
+    "mlp.expert_up": P("expert", "fsdp", "tensor"),
+    "mlp.expert_down": P("expert", "tensor", "fsdp"),
     "output.kernel": P(("fsdp", "tensor"), None),
 }
 

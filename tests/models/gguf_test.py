@@ -57,12 +57,13 @@ def write(path, name, leave_out=(), **fields):
     for parameter in layout.names(pretrained.shapes(tiny_config(name))):
         if parameter in leave_out:
             continue
-        x = params[layout.huggingface(parameter).name].numpy()
+        (place,) = layout.huggingface(tiny_config(name), parameter).names
+        x = params[place].numpy()
         heads = {"query": config.num_attention_heads, "key": config.num_key_value_heads}
         kind = parameter.split(".")[-2]
         if architecture == "llama" and kind in heads:
             x = interleaved(x, heads[kind])
-        writer.add_tensor(layout.gguf(parameter).name, np.ascontiguousarray(x))
+        writer.add_tensor(*layout.gguf(tiny_config(name), parameter).names, np.ascontiguousarray(x))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,8 +89,8 @@ def test_parameters_are_those_of_the_model_that_was_written(name, tmp_path):
     assert model.config == tiny_config(name)
     expected = peers.model(name).state_dict()
     for parameter, x in weights.flatten(model.params).items():
-        place = layout.huggingface(parameter)
-        np.testing.assert_array_equal(place.turned(x), expected[place.name].numpy(), err_msg=parameter)
+        for place, stored in layout.huggingface(model.config, parameter).split(x).items():
+            np.testing.assert_array_equal(stored, expected[place].numpy(), err_msg=parameter)
     positions = np.broadcast_to(np.arange(11, dtype=np.int32), TOKENS.shape)
     found = tiny.logits(model.config, model.params, TOKENS, positions, np.zeros_like(TOKENS))
     with peers.torch.no_grad():

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from models import chats, peers, tiny
 from mpo_jax.models import huggingface, layout, pretrained, weights
-from mpo_jax.models.huggingface import read_config, write_config
+from mpo_jax.models.families import read_config, write_config
+from mpo_jax.models.transformer import Critic
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 11)).astype(np.int32)
 ALL = pytest.mark.parametrize("name", peers.FAMILIES)
@@ -63,8 +65,27 @@ def test_a_folder_comes_out_bit_for_bit_and_loads_in_transformers(name, tmp_path
     again = peers.transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     for key, x in peers.model(name).state_dict().items():
         np.testing.assert_array_equal(again.state_dict()[key].numpy(), x.numpy(), err_msg=key)
-    for field in ("rope_parameters", "rms_norm_eps", "tie_word_embeddings", "hidden_act", "head_dim"):
-        assert getattr(again.config, field) == getattr(peers.model(name).config, field), field
+    assert read_config(again.config.to_dict()) == config
+    with peers.torch.no_grad():
+        before, after = (model(peers.torch.tensor(TOKENS)).logits for model in (peers.model(name), again.eval()))
+    np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=1e-6, atol=1e-6 * float(before.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama_tied"])
+def test_a_critic_is_a_classifier_of_tokens_with_one_label(name, tmp_path):
+    config, policy = load(peers.folder(name))
+    params = tiny.stirred(pretrained.critic_params(config, policy))
+    huggingface.save(tmp_path, config, params, dtype=jnp.float32)
+    again = load(tmp_path, critic=True)
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], params)
+    theirs = peers.transformers.AutoModelForTokenClassification.from_pretrained(tmp_path)
+    with peers.torch.no_grad():
+        expected = theirs(peers.torch.tensor(TOKENS)).logits[..., 0].numpy()
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Critic(config, rngs=nnx.Rngs(0))))
+    positions = np.broadcast_to(np.arange(11, dtype=np.int32), TOKENS.shape)
+    values = jax.jit(lambda params: nnx.merge(graph, params)(TOKENS, positions, np.zeros_like(TOKENS)))(params)
+    np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
 def test_bug_126_bfloat16_comes_out_bit_for_bit_over_an_index_of_shards(tmp_path):
@@ -74,7 +95,7 @@ def test_bug_126_bfloat16_comes_out_bit_for_bit_over_an_index_of_shards(tmp_path
     config, params = load(tmp_path / "theirs")
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     huggingface.save(tmp_path / "ours", config, params, shard_bytes=4000)
-    theirs, ours = (huggingface.Safetensors(tmp_path / where) for where in ("theirs", "ours"))
+    theirs, ours = (huggingface.safetensors(tmp_path / where) for where in ("theirs", "ours"))
     index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 3 and index["weight_map"].keys() == theirs.shapes.keys()
     everything = slice(None), slice(None)
@@ -91,7 +112,7 @@ def test_bug_126_slices_and_the_whole_agree_on_bfloat16_bytes(folder):
     numbers = np.array([0x3F80, 0xC000] * 8, np.uint16).view(jnp.bfloat16)
     rewrite(folder, lambda arrays: arrays.update({"model.norm.weight": numbers}))
     np.testing.assert_array_equal(weights.flatten(load(folder)[1])["final_norm.scale"], [1.0, -2.0] * 8)
-    np.testing.assert_array_equal(huggingface.Safetensors(folder).read("model.norm.weight", (slice(1, 3),)), [-2, 1])
+    np.testing.assert_array_equal(huggingface.safetensors(folder).read("model.norm.weight", (slice(1, 3),)), [-2, 1])
 
 
 NORM = "model.layers.1.mlp.up_proj.weight"
@@ -185,17 +206,17 @@ from mpo_jax.models import huggingface, layout, weights
 folder = pathlib.Path(sys.argv[1])
 mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("fsdp", "tensor"))
 asked = []
-class Counting(huggingface.Safetensors):
+class Counting(layout.Safetensors):
     def read(self, name, index):
         x = super().read(name, index)
         asked.append((name, x.shape))
         return x
-huggingface.Safetensors = Counting
+layout.Safetensors = Counting
 def sharding(name, shape):
     fits = len(shape) == 2 and shape[0] % 4 == shape[1] % 2 == 0
     return NamedSharding(mesh, PartitionSpec("fsdp", "tensor") if fits else PartitionSpec())
 config, params = huggingface.load(folder, sharding=sharding)
-whole = {name: tuple(shape) for name, shape in Counting(folder).shapes.items()}
+whole = {name: tuple(shape) for name, shape in huggingface.safetensors(folder).shapes.items()}
 assert len(jax.devices()) == 8
 kernel = params["blocks"][0]["mlp"]["up"]["kernel"].get_value()
 assert kernel.sharding.spec == PartitionSpec("fsdp", "tensor") and kernel.addressable_shards[0].data.shape == (4, 12)
@@ -211,8 +232,12 @@ def test_each_device_reads_its_own_part():
 
 
 def test_every_parameter_has_a_place():
-    for config in (tiny.config(), tiny.config(tied_embeddings=False, qk_norm=False)):
-        stored = [layout.huggingface(name).name for name in layout.names(pretrained.shapes(config))]
+    for config in (tiny.config(), tiny.config(num_experts=4, experts_per_token=2, dense_layers=(1,), qkv_bias=True)):
+        stored = [
+            name
+            for parameter in layout.names(pretrained.shapes(config))
+            for name in layout.huggingface(config, parameter).names
+        ]
         assert len(set(stored)) == len(stored)
     with pytest.raises(ValueError, match=r"'blocks.0.attention.smear' has no place"):
-        layout.huggingface("blocks.0.attention.smear")
+        layout.huggingface(tiny.config(), "blocks.0.attention.smear")

@@ -10,7 +10,8 @@ from flax import nnx
 
 from models import tiny
 from mpo_jax.models import weights
-from mpo_jax.models.transformer import Cache, Transformer, stacked, unstacked
+from mpo_jax.models.transformer import Cache, Transformer
+from mpo_jax.models.weights import stacked, unstacked
 
 LOOP = tiny.config(num_layers=3)
 SCAN = dataclasses.replace(LOOP, scan_layers=True)

@@ -10,7 +10,8 @@ from flax import nnx
 
 from models import tiny
 from mpo_jax.models import weights
-from mpo_jax.models.transformer import Cache, Critic, rotate
+from mpo_jax.models.rope import rotate
+from mpo_jax.models.transformer import Cache, Critic
 
 CONFIG = tiny.config()
 BOTH = pytest.mark.parametrize("config", [CONFIG, tiny.config(smeared_keys=True)], ids=["plain", "smeared"])
