@@ -68,7 +68,7 @@ def test_a_folder_comes_out_bit_for_bit_and_loads_in_transformers(name, tmp_path
     assert read_config(again.config.to_dict()) == config
     with peers.torch.no_grad():
         before, after = (model(peers.torch.tensor(TOKENS)).logits for model in (peers.model(name), again.eval()))
-    np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=1e-6, atol=1e-6 * float(before.abs().max()))
+    np.testing.assert_allclose(after.numpy(), before.numpy(), rtol=1e-5, atol=1e-5 * float(before.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_tied"])
