@@ -1,0 +1,68 @@
+"""`experiments.train` with a language model's folder: its own chat template, all tokens as training sees them."""
+
+import json
+import types
+
+import numpy as np
+import pytest
+from models import chats, tiny
+
+from experiments import parts, train
+from experiments.configs import search_smollm2
+from mpo_jax.models import huggingface
+from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.training.metrics import read_metrics
+
+END = chats.tokenizer().token_to_id("<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random Llama in Hugging Face's format, whose turns end by chance."""
+    path = tmp_path_factory.mktemp("model")
+    config = tiny.config(vocab_size=chats.tokenizer().get_vocab_size(), qk_norm=False)
+    huggingface.save(path, config, tiny.params(config), dtype=np.float32)
+    chats.tokenizer().save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": chats.PLAIN}))
+    return path
+
+
+def config_of(folder, **changes):
+    config = search_smollm2.get_config()
+    small = {"num_steps": 1, "episodes_per_step": 4, "group_size": 2, "evaluation_questions": 1, "num_slots": 4}
+    small |= {"max_turn_tokens": 4, "max_observation_tokens": 8, "turn_limit": 2, "microbatches": 1, "row_tokens": 896}
+    config.update({"model": str(folder), "context_length": 896, **small, **changes})
+    return config
+
+
+@pytest.mark.slow
+def test_it_trains_on_episodes_in_the_models_own_chat(folder, tmp_path, monkeypatch):
+    for name, value in {"CONFIG": config_of(folder), "WORKDIR": str(tmp_path), "ROLLOUT": "inline"}.items():
+        monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
+    train.main(None)
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")[-1:]
+    assert row["step"] == 1
+    store = EpisodeStore(tmp_path / "episodes.sqlite")
+    model = parts.load_model(config_of(folder))
+    episodes = list(store.episodes())
+    store.close()
+    assert len(episodes) == 4
+    for episode in episodes:
+        text = chats.tokenizer().decode(episode.tokens, skip_special_tokens=False)
+        assert text.startswith(f"<|im_start|>system\n{search_smollm2.SYSTEM}<|im_end|>\n<|im_start|>user\n")
+        first = episode.action_mask.index(True)
+        assert episode.tokens[:first] == model.tokenizer.render_prompt(episode.metadata["observations"][0], 8)
+        assert END in episode.tokens[:first]
+
+
+def test_a_tiny_model_has_no_system_message():
+    config = search_smollm2.get_config()
+    config.model = "search_tiny"
+    with pytest.raises(ValueError, match=r"the chat of search_tiny has no system message"):
+        parts.load_model(config)
+
+
+def test_the_tokenizer_of_the_run_begins_with_the_configured_system_message(folder):
+    model = parts.load_model(config_of(folder, system="Be brief."))
+    assert model.tokenizer.decode(model.tokenizer.render_prompt("q")).startswith("system\nBe brief.\nuser\nq")
+    assert model.config.vocab_size == model.tokenizer.vocab_size
