@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from mpo_jax.environments.corpus import factbook
 from mpo_jax.environments.demonstrations import demonstrate
+from mpo_jax.environments.questions import SPLITS, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 from mpo_jax.models.pretrained import Pretrained
+from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 from mpo_jax.types import PADDING
@@ -113,13 +116,24 @@ def test_made_up_names_take_the_place_of_real_ones():
     assert all(names.values())
 
 
-def test_the_tokenizer_reads_documents_and_training_transcripts():
-    texts = list(tokenizer_texts(num_passes=0))
-    assert len(texts) > 2000 and all(": " in text for text in texts[:50])
-    with_transcripts = tokenizer_texts(num_passes=1)
-    for _ in texts:
-        next(with_transcripts)
-    assert next(with_transcripts)
+def test_the_tokenizer_reads_documents_and_the_words_around_names():
+    texts = list(tokenizer_texts())
+    fields = sum(len(document.fields) for document in factbook().documents)
+    assert all(": " in text for text in texts[:fields])
+    asked = texts[fields:]
+    assert {"what", "whose", "search", "answer"} <= {word for text in asked for word in text.split()}
+    names = {name for question in questions("train") for name in question.entities}
+    assert not any(name in text for text in asked for name in names if len(name) > 12)
+
+
+def test_names_of_both_splits_are_as_long_in_ids():
+    """The tokenizer has learnt the names of neither split better, or those of the other would be harder to copy."""
+    tokenizer = ChatTokenizer(train_bpe(tokenizer_texts(), 3072))
+    train, held_out = (
+        np.mean([len(tokenizer.encode(name)) for question in questions(split) for name in question.entities])
+        for split in SPLITS
+    )
+    assert 0.95 < held_out / train < 1.05
 
 
 CONFIG = TransformerConfig(
