@@ -1,4 +1,4 @@
-"""Episodes as Parquet, for those who ask their questions in SQL or pandas; needs pyarrow (the extra `export`)."""
+"""Episodes as Parquet, for those who ask their questions in SQL or pandas; needs pyarrow (the extra `tables`)."""
 
 import json
 import os

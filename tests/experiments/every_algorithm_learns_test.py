@@ -20,7 +20,8 @@ def success_by_step(algorithm_name):
         algorithm=algorithm_name,
         group_size=SAMPLES,
         groups_per_step=QUESTIONS,
-        row_multiple=32,
+        row_tokens=512,
+        row_multiple=32,  # every batch fits, so that one shape serves them all
         value_pretraining_steps=1,
         learning_rate=3e-4,
     )
