@@ -6,6 +6,7 @@ r"""Trains an agent: rollout (in its own process or in this one) → store → l
 A run that was stopped, in whatever way, goes on where its last checkpoint left it when the same command is given.
 """
 
+import contextlib
 from pathlib import Path
 
 from absl import app, flags, logging
@@ -62,7 +63,7 @@ def main(_):
     log = MetricsLog(
         workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace, utilisation=utilisation
     )
-    with worker, stop_on_signals() as should_stop:
+    with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
         state = learn(
             learner,
             state,

@@ -179,7 +179,7 @@ def active_parameters(config: TransformerConfig) -> int:
     return c.num_layers * (attention + 3 * c.width * c.mlp_width) + c.vocab_size * c.width
 
 
-def flops_per_token(program: Program, tokens: float) -> float:
+def flops_per_token(program: Program, tokens: int | float) -> float:
     """Model FLOPs of a step by token: 6 N + 6 · layers · heads · head_dim · tokens, for policy and critic each.
 
     Two a multiplication, forward and twice that backward; attention is causal, so over half the row on average. The
@@ -192,7 +192,7 @@ def flops_per_token(program: Program, tokens: float) -> float:
     return policy + (0.0 if program.state.critic is None else critic)
 
 
-def utilisation(program: Program, tokens: float, tokens_per_second: float) -> float:
+def utilisation(program: Program, tokens: int | float, tokens_per_second: float) -> float:
     """MFU: the share of the devices' peak that a throughput of tokens means, all devices together."""
     peak = program.chip.peak_flops * program.mesh.devices.size
     return flops_per_token(program, tokens) * tokens_per_second / peak

@@ -37,7 +37,8 @@ def config_of(folder, **changes):
 
 @pytest.mark.slow
 def test_it_trains_on_episodes_in_the_models_own_chat(folder, tmp_path, monkeypatch):
-    for name, value in {"CONFIG": config_of(folder), "WORKDIR": str(tmp_path), "ROLLOUT": "inline"}.items():
+    flags = {"CONFIG": config_of(folder), "WORKDIR": str(tmp_path), "ROLLOUT": "inline", "PROFILE": None}
+    for name, value in flags.items():
         monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
     train.main(None)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")[-1:]

@@ -150,7 +150,7 @@ def test_bug_124_a_tied_folder_may_hold_a_copy_of_the_table_and_no_other_head(fo
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mamba"}, r"model_type is 'mamba', expected one of \['llama'"),
+        ({"model_type": "mamba"}, r"model_type is 'mamba', expected one of \['gemma3_text', 'llama'"),
         ({"attention_bias": True}, "attention_bias is True, only False is supported"),
         ({"hidden_act": "relu"}, "hidden_act is 'relu', only 'silu'"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}, "rope_type is 'dynamic'"),
@@ -232,7 +232,10 @@ def test_each_device_reads_its_own_part():
 
 
 def test_every_parameter_has_a_place():
-    for config in (tiny.config(), tiny.config(num_experts=4, experts_per_token=2, dense_layers=(1,), qkv_bias=True)):
+    for config in (
+        tiny.config(),
+        tiny.config(num_experts=4, experts_per_token=2, expert_width=8, dense_layers=(1,), qkv_bias=True),
+    ):
         stored = [
             name
             for parameter in layout.names(pretrained.shapes(config))

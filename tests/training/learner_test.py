@@ -332,7 +332,7 @@ def test_a_run_over_a_store_can_be_interrupted_anywhere(tmp_path):
         return start, runs.frozen(state) if not crash else None
 
     def numbers(folder):
-        timed = ("seconds", "tokens_per_second")
+        timed = ("seconds", "tokens_per_second", "overlap")
         rows = read_metrics(folder / "metrics.jsonl")
         return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in rows]
 
