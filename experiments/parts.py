@@ -3,12 +3,10 @@
 import ctypes
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import jax
 import ml_collections
-import numpy as np
 import optax
 
 from experiments.environments import Setting
@@ -24,10 +22,9 @@ from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
-from mpo_jax.training import optimizers, plan
+from mpo_jax.training import optimizers
 from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.learner import Learner, Settings, describe
-from mpo_jax.training.profiling import Trace
 from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
 
 
@@ -105,33 +102,6 @@ def make_shaping(config: ml_collections.ConfigDict, model: Pretrained) -> Shapin
     if pair[0].config.vocab_size != model.config.vocab_size:
         raise ValueError(f"dense.policy={section.policy} has not the vocabulary of model={config.model}")
     return progress_shaping(*pair, coefficient=section.coefficient, beta=section.beta)
-
-
-def make_trace(workdir: Path, steps: Sequence[str] | None) -> Trace | None:
-    """What traces the named steps, one or a first and a last.
-
-    Raises:
-      ValueError: they are not one or two step numbers in order.
-    """
-    if not steps:
-        return None
-    if len(steps) > 2 or not all(step.isdecimal() for step in steps):
-        raise ValueError(f"profile_steps={','.join(steps)}: expected a step, or the first and the last")
-    return Trace(workdir / "trace", int(steps[0]), int(steps[-1]))
-
-
-def make_utilisation(
-    config: ml_collections.ConfigDict, model: Pretrained, state: TrainState
-) -> Callable[[float, float], float] | None:
-    """MFU of the state's devices at (tokens of an episode, tokens a second); None where no peak of them is known.
-
-    Epochs count as often as they are trained; what the evaluation of a batch computes does not.
-    """
-    devices = np.array(sorted(jax.tree.leaves(state.policy)[0].devices(), key=lambda device: device.id))
-    if devices[0].device_kind not in plan.CHIPS:
-        return None
-    program = plan.Program(model.config, jax.sharding.Mesh(devices, ("data",)), state, None)
-    return lambda length, rate: plan.utilisation(program, length, config.epochs * rate)
 
 
 def make_settings(config: ml_collections.ConfigDict) -> Settings:

@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import environments, parts
+from experiments import environments, parts, watching
 from experiments.workers import InlineWorker, WorkerProcess
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
@@ -55,11 +55,10 @@ def main(_):
         state = restored[1]
     store, published = EpisodeStore(workdir / "episodes.sqlite"), PublishedWeights(workdir / "weights")
     evaluate = parts.make_evaluate(config, model, setting, learner)
-    worker = {"process": WorkerProcess, "inline": InlineWorker}[ROLLOUT.value](
-        config, workdir, model, setting, store, published
-    )
-    trace = parts.make_trace(workdir, PROFILE.value)
-    utilisation = parts.make_utilisation(config, model, state)
+    inline = ROLLOUT.value == "inline"
+    worker = InlineWorker(config, model, setting, store, published) if inline else WorkerProcess(workdir)
+    trace = watching.make_trace(workdir, PROFILE.value)
+    utilisation = watching.make_utilisation(config, model, state)
     log = MetricsLog(
         workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace, utilisation=utilisation
     )

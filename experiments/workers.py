@@ -21,15 +21,7 @@ from mpo_jax.store.weights import PublishedWeights
 class WorkerProcess:
     """A process of its own (`experiments.rollout`), which outlives neither this context nor the learner."""
 
-    def __init__(
-        self,
-        config: ml_collections.ConfigDict,
-        workdir: Path,
-        model: Pretrained,
-        setting: Setting,
-        store: EpisodeStore,
-        published: PublishedWeights,
-    ):
+    def __init__(self, workdir: Path):
         self.workdir = workdir
 
     def __enter__(self) -> "WorkerProcess":
@@ -65,7 +57,6 @@ class InlineWorker:
     def __init__(
         self,
         config: ml_collections.ConfigDict,
-        workdir: Path,
         model: Pretrained,
         setting: Setting,
         store: EpisodeStore,

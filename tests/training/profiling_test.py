@@ -7,7 +7,7 @@ import time
 import jax
 import pytest
 
-from experiments import parts
+from experiments import watching
 from mpo_jax.training import plan, profiling
 from mpo_jax.training.metrics import MetricsLog, read_metrics
 from mpo_jax.training.profiling import Stopwatch, Trace
@@ -82,9 +82,9 @@ def test_a_trace_names_the_parts_of_its_steps(tmp_path):
 def test_mfu_is_logged_where_the_peak_is_known(tmp_path, monkeypatch):
     config, model = runs.config(epochs=2), runs.model()
     state = runs.fresh_state("gspo")
-    assert parts.make_utilisation(config, model, state) is None  # of a CPU nobody says it
+    assert watching.make_utilisation(config, model, state) is None  # of a CPU nobody says it
     monkeypatch.setitem(plan.CHIPS, jax.devices()[0].device_kind, plan.Chip(memory=1e9, peak_flops=1e9))
-    log = MetricsLog(tmp_path, total_steps=2, quiet=True, utilisation=parts.make_utilisation(config, model, state))
+    log = MetricsLog(tmp_path, total_steps=2, quiet=True, utilisation=watching.make_utilisation(config, model, state))
     log.write(0, {"tokens": 60.0, "episodes": 2.0, "tokens_per_second": 50.0})
     log.write(1, {"success": 0.5})
     log.close()
@@ -97,6 +97,6 @@ def test_mfu_is_logged_where_the_peak_is_known(tmp_path, monkeypatch):
 @pytest.mark.parametrize("steps", [["3", "2"], ["1", "2", "3"], ["a"], ["-1"]])
 def test_steps_that_make_no_sense_are_refused(tmp_path, steps):
     with pytest.raises(ValueError, match=r"profile_steps.*expected"):
-        parts.make_trace(tmp_path, steps)
-    assert parts.make_trace(tmp_path, None) is None
-    assert parts.make_trace(tmp_path, ["4"]).last == 4
+        watching.make_trace(tmp_path, steps)
+    assert watching.make_trace(tmp_path, None) is None
+    assert watching.make_trace(tmp_path, ["4"]).last == 4
