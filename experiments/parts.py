@@ -9,6 +9,7 @@ from pathlib import Path
 import ml_collections
 import optax
 
+from experiments import adapters
 from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
@@ -23,6 +24,7 @@ from mpo_jax.rollout.worker import Rollout
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
 from mpo_jax.training import optimizers
+from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.learner import Learner, Settings, describe
 from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
@@ -119,9 +121,9 @@ def make_settings(config: ml_collections.ConfigDict) -> Settings:
     return Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
 
 
-def make_models(model: Pretrained) -> Models:
+def make_models(config: ml_collections.ConfigDict, model: Pretrained) -> Models:
     """Graphs of policy and critic."""
-    return Models.of(model.config)
+    return dataclasses.replace(Models.of(model.config), adapters=adapters.configured(config))
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
@@ -145,9 +147,17 @@ def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
     return Optimizers(policy=make(config.learning_rate, 1), critic=make(config.critic_learning_rate, critic_updates))
 
 
-def make_state(model: Pretrained, algorithm: algorithms.Algorithm, updates: Optimizers) -> TrainState:
+def make_state(
+    config: ml_collections.ConfigDict, model: Pretrained, algorithm: algorithms.Algorithm, updates: Optimizers
+) -> TrainState:
     """The state before the first step."""
-    return initial_state(model.config, model.params, algorithm, updates)
+    return initial_state(model.config, model.params, algorithm, updates, adapters.configured(config), config.seed)
+
+
+def restore_state(checkpoints: Checkpoints, first: TrainState) -> TrainState:
+    """That of the newest readable checkpoint, on the first state's base, which checkpoints leave out; or the first."""
+    restored = checkpoints.restore(first.replace(base=None))
+    return first if restored is None else restored[1].replace(base=first.base)
 
 
 def make_rollout(
@@ -254,9 +264,9 @@ def make_evaluate(
     }
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        metrics = {}
+        metrics, params = {}, learner.models.policy_params(state)
         for split, rollout in rollouts.items():
-            rollout.engine.load(state.policy, int(state.step))
+            rollout.engine.load(params, int(state.step))
             episodes = play(rollout, len(asked[split]))
             metrics[f"success_{split}"] = describe(episodes, int(state.step))["success"]
         if learner.algorithm.value_loss is not None:

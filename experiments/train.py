@@ -12,7 +12,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import environments, parts, watching
+from experiments import adapters, environments, parts, watching
 from experiments.workers import InlineWorker, WorkerProcess
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
@@ -43,16 +43,14 @@ def main(_):
     optimizers = parts.make_optimizers(config)
     learner = Learner(
         algorithm,
-        parts.make_models(model),
+        parts.make_models(config, model),
         optimizers,
         settings,
         model.tokenizer.render_hint,
         parts.make_shaping(config, model),
     )
     checkpoints = Checkpoints(workdir / "checkpoints")
-    state = parts.make_state(model, algorithm, optimizers)
-    if restored := checkpoints.restore(state):
-        state = restored[1]
+    state = parts.restore_state(checkpoints, parts.make_state(config, model, algorithm, optimizers))
     store, published = EpisodeStore(workdir / "episodes.sqlite"), PublishedWeights(workdir / "weights")
     evaluate = parts.make_evaluate(config, model, setting, learner)
     inline = ROLLOUT.value == "inline"
@@ -75,6 +73,7 @@ def main(_):
             should_stop=should_stop,
         )
     log.close()
+    adapters.save(workdir, config, model, state)
     print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
 
 

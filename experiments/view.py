@@ -34,12 +34,12 @@ PORT = flags.DEFINE_integer("port", 8000, "Where it is served, at 127.0.0.1 only
 def make_judge(config, model, workdir: Path):
     """A function from episodes to their credit, and the step of the checkpoint that judges."""
     algorithm, optimizers = parts.make_algorithm(config), parts.make_optimizers(config)
-    settings, models = parts.make_settings(config), parts.make_models(model)
+    settings, models = parts.make_settings(config), parts.make_models(config, model)
     learner = Learner(algorithm, models, optimizers, settings, model.tokenizer.render_hint)
-    checkpoints, state = Checkpoints(workdir / "checkpoints"), parts.make_state(model, algorithm, optimizers)
-    step, state = checkpoints.restore(state) or (0, state)
+    checkpoints = Checkpoints(workdir / "checkpoints")
+    state = parts.restore_state(checkpoints, parts.make_state(config, model, algorithm, optimizers))
     checkpoints.close()
-    return lambda episodes: token_credit(learner, state, model.params, episodes), step
+    return lambda episodes: token_credit(learner, state, model.params, episodes), int(state.step)
 
 
 def main(_):

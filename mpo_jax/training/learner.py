@@ -192,7 +192,7 @@ class Learner:
             found |= kernels.critic_diagnostics(
                 judged.values, targets.returns, mask, batch.turn_ids, batch.sequence_ids
             )
-        ratio = self.algorithm.ratio(self.models.logprobs(state.policy, part)[0], part_targets, part)
+        ratio = self.algorithm.ratio(self.models.logprobs(state.policy, part, state.base)[0], part_targets, part)
         return found | kernels.ratio_diagnostics(
             ratio,
             part_targets.advantages,
@@ -260,8 +260,8 @@ def learn(
       learner: what a batch does.
       state: where to begin.
       store: where episodes come from.
-      published: where the rollout reads the policy's weights; version = steps trained.
-      checkpoints: where the state is kept.
+      published: where the rollout reads the policy's weights, adapters merged; version = steps trained.
+      checkpoints: where the state is kept, less the base of adapters.
       metrics_log: where numbers go.
       wait: called while the store has no batch yet; makes episodes, or sleeps and raises if nobody will.
       evaluate: metrics of a state on fixed questions.
@@ -272,7 +272,7 @@ def learn(
     """
     s, step = learner.settings, int(state.step)
     store.rewind(step - 1)
-    published.publish(weights.flatten(state.policy), step)
+    published.publish(weights.flatten(learner.models.policy_params(state)), step)
     while step < s.num_steps and not should_stop():
         start, watch = time.monotonic(), Stopwatch()
         with watch("evaluation"):
@@ -285,15 +285,15 @@ def learn(
                 break
             state, metrics = learner.update(state, [episode for group in groups for episode in group])
             with watch("publish"):
-                published.publish(weights.flatten(state.policy), step + 1)
+                published.publish(weights.flatten(learner.models.policy_params(state)), step + 1)
         metrics |= extra | watch.seconds | {"seconds": time.monotonic() - start, "pending_groups": store.pending()}
         metrics_log.write(step, metrics | throughput(metrics))
         step += 1
         if step % s.checkpoint_every == 0 or step == s.num_steps:
-            checkpoints.save(step, state)
+            checkpoints.save(step, state.replace(base=None))
     if step == s.num_steps:
         metrics_log.write(step, evaluate(state))
     elif step % s.checkpoint_every:
-        checkpoints.save(step, state)
+        checkpoints.save(step, state.replace(base=None))
     checkpoints.wait()
     return state

@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 
 from mpo_jax import algorithms
 from mpo_jax.algorithms import Algorithm
+from mpo_jax.models import lora
 from mpo_jax.models.evaluation import prefix_values, token_logprobs
 from mpo_jax.models.pretrained import critic_params
 from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
@@ -24,13 +25,15 @@ Metrics = dict[str, Array]
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
 class TrainState:
-    """All that training changes.
+    """All that training changes, and what it is compared with or built upon.
 
     Attributes:
       step: int32, batches trained on so far; the version of the policy's weights.
       policy, critic, reference: parameters (critic and reference are None where the algorithm has none).
       policy_optimizer, critic_optimizer: optax states.
       skipped: int32, updates refused because a loss or a gradient was not finite.
+      base: the policy's frozen parameters where policy and critic are adapters beside them, and the reference, which is
+        then None; None where all parameters are trained.
     """
 
     step: Array
@@ -40,6 +43,7 @@ class TrainState:
     policy_optimizer: optax.OptState
     critic_optimizer: optax.OptState | None
     skipped: Array
+    base: nnx.State | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +54,13 @@ class Models:
       policy, critic: graphs.
       compute_dtype: that parameters are cast to before use; they, their gradients' sums and the optimiser's state keep
         their own.
+      adapters: what parameters that stand beside a base are.
     """
 
     policy: nnx.GraphDef
     critic: nnx.GraphDef
     compute_dtype: DTypeLike = jnp.float32
+    adapters: lora.LoraConfig | None = None
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "Models":
@@ -71,13 +77,21 @@ class Models:
         critic, critic_params = nnx.split(Critic(config, rngs=nnx.Rngs(seed + 1)))
         return cls(policy=policy, critic=critic), policy_params, critic_params
 
-    def logprobs(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
-        """Log-probabilities and entropies [B,T] under policy parameters."""
-        return token_logprobs(nnx.merge(self.policy, self._cast(params)), batch)
+    def logprobs(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
+        """Log-probabilities and entropies [B,T] under policy parameters, or under adapters beside a base."""
+        return token_logprobs(nnx.merge(self.policy, self._cast(self._whole(base, params))), batch)
 
-    def values(self, params: nnx.State, batch: Trajectories) -> tuple[Array, Array]:
-        """Values [B,T] and final values [B,S] under critic parameters."""
-        return prefix_values(nnx.merge(self.critic, self._cast(params)), batch)
+    def values(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
+        """Values [B,T] and final values [B,S] under critic parameters, or under adapters beside the policy's base."""
+        base = None if base is None else lora.critic_base(base)
+        return prefix_values(nnx.merge(self.critic, self._cast(self._whole(base, params))), batch)
+
+    def policy_params(self, state: TrainState) -> nnx.State:
+        """The policy's parameters as an engine takes them, adapters merged into their base."""
+        return self._whole(state.base, state.policy)
+
+    def _whole(self, base: nnx.State | None, params: nnx.State) -> nnx.State:
+        return params if base is None else lora.merge(self.adapters, base, params)
 
     def _cast(self, params: nnx.State) -> nnx.State:
         return jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
@@ -101,25 +115,43 @@ def freeze(params: nnx.State, modules: frozenset[str]) -> nnx.State:
 
 
 def initial_state(
-    config: TransformerConfig, params: nnx.State, algorithm: Algorithm, optimizers: Optimizers
+    config: TransformerConfig,
+    params: nnx.State,
+    algorithm: Algorithm,
+    optimizers: Optimizers,
+    adapters: lora.LoraConfig | None = None,
+    seed: int = 0,
 ) -> TrainState:
     """The state before the first step: policy and reference are the warm start, the critic's trunk too.
 
     Everything is a copy of its own, since the train step is given its buffers.
+
+    Args:
+      config, params: of the warm start.
+      algorithm: says whether there are a critic and a reference.
+      optimizers: of what is trained.
+      adapters: what is trained in place of the parameters, if anything.
+      seed: of the adapters.
     """
 
     def copy() -> nnx.State:
         return jax.tree.map(jnp.copy, params)
 
     critic = critic_params(config, copy()) if "critic" in algorithm.needs else None
+    policy, base, reference = copy(), None, copy() if "reference" in algorithm.needs else None
+    if adapters is not None:
+        base, reference, keys = policy, None, jax.random.split(jax.random.key(seed))
+        policy = lora.init(adapters, params, keys[0])
+        critic = None if critic is None else lora.init(adapters, critic, keys[1])
     return TrainState(
         step=jnp.int32(0),
-        policy=copy(),
+        policy=policy,
         critic=critic,
-        reference=copy() if "reference" in algorithm.needs else None,
-        policy_optimizer=optimizers.policy.init(params),
+        reference=reference,
+        policy_optimizer=optimizers.policy.init(policy),
         critic_optimizer=None if critic is None else optimizers.critic.init(critic),
         skipped=jnp.int32(0),
+        base=base,
     )
 
 
@@ -137,11 +169,14 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
     """The function (state, batch) -> `Evaluation`, evaluated a microbatch at a time."""
 
     def evaluate_rows(state: TrainState, batch: Trajectories) -> Evaluation:
-        logprobs, entropy = models.logprobs(state.policy, batch)
+        logprobs, entropy = models.logprobs(state.policy, batch, state.base)
         values, final_values = jnp.zeros_like(logprobs), jnp.zeros(batch.group_ids.shape)
         if algorithm.value_loss is not None:
-            values, final_values = models.values(state.critic, batch)
-        ref_logprobs = logprobs if state.reference is None else models.logprobs(state.reference, batch)[0]
+            values, final_values = models.values(state.critic, batch, state.base)
+        ref_logprobs = logprobs
+        if "reference" in algorithm.needs:
+            reference = state.reference if state.base is None else state.base
+            ref_logprobs = models.logprobs(reference, batch)[0]
         return Evaluation(
             logprobs=logprobs,
             entropy=entropy,
@@ -192,12 +227,12 @@ def make_train_step(
     is the same compiled step with the policy left alone.
     """
 
-    def policy_objective(params, batch: Trajectories, targets: Targets):
-        loss, metrics = algorithms.policy_loss(algorithm, models.logprobs(params, batch)[0], batch, targets)
+    def policy_objective(base, params, batch: Trajectories, targets: Targets):
+        loss, metrics = algorithms.policy_loss(algorithm, models.logprobs(params, batch, base)[0], batch, targets)
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
 
-    def value_objective(params, batch: Trajectories, targets: Targets):
-        values, _ = models.values(freeze(params, algorithm.critic_frozen), batch)
+    def value_objective(base, params, batch: Trajectories, targets: Targets):
+        values, _ = models.values(freeze(params, algorithm.critic_frozen), batch, base)
         loss, metrics = algorithms.value_loss(algorithm, values, targets)
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
 
@@ -211,28 +246,31 @@ def make_train_step(
         kept = jax.tree.map(functools.partial(jnp.where, finite & (norm > 0)), new, (params, optimizer_state))
         return *kept, ~finite, metrics | {"grad_norm": norm}
 
-    def step_policy(state: TrainState, data: tuple) -> tuple[TrainState, Metrics]:
+    def step_policy(state: TrainState, base: nnx.State | None, data: tuple) -> tuple[TrainState, Metrics]:
+        objective = functools.partial(policy_objective, base)
         params, optimizer_state, skipped, metrics = gradient_step(
-            policy_objective, optimizers.policy, state.policy, state.policy_optimizer, data
+            objective, optimizers.policy, state.policy, state.policy_optimizer, data
         )
         state = state.replace(policy=params, policy_optimizer=optimizer_state, skipped=state.skipped + skipped)
         return state, metrics
 
-    def step_critic(state: TrainState, data: tuple) -> tuple[TrainState, Metrics]:
+    def step_critic(state: TrainState, base: nnx.State | None, data: tuple) -> tuple[TrainState, Metrics]:
+        objective = functools.partial(value_objective, base)
         params, optimizer_state, skipped, metrics = gradient_step(
-            value_objective, optimizers.critic, state.critic, state.critic_optimizer, data
+            objective, optimizers.critic, state.critic, state.critic_optimizer, data
         )
         state = state.replace(critic=params, critic_optimizer=optimizer_state, skipped=state.skipped + skipped)
         return state, metrics | {"value_grad_norm": metrics["grad_norm"]}
 
     def train_step(state: TrainState, batch: Trajectories, targets: Targets, update_policy: Array):
-        data, value_metrics = (batch, targets), {}
+        base, data, value_metrics = state.base, (batch, targets), {}
+        state = state.replace(base=None)  # read by what follows, but carried through none of it
         if algorithm.value_loss is not None:
             for _ in range(algorithm.critic_updates):
-                state, value_metrics = step_critic(state, data)
-        _, shapes = jax.eval_shape(step_policy, state, data)
+                state, value_metrics = step_critic(state, base, data)
+        _, shapes = jax.eval_shape(step_policy, state, base, data)
         idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state, metrics = jax.lax.cond(update_policy, step_policy, lambda state, data: (state, idle), state, data)
-        return sharding.constrained(state), value_metrics | metrics
+        state, metrics = jax.lax.cond(update_policy, step_policy, lambda state, *_: (state, idle), state, base, data)
+        return sharding.constrained(state.replace(base=base)), value_metrics | metrics
 
     return jax.jit(train_step, donate_argnums=0)

@@ -185,7 +185,7 @@ def test_the_first_state_is_the_warm_start_in_buffers_of_its_own():
     import jax
 
     model, config = runs.model(), runs.config(algorithm="grpo")
-    state = parts.make_state(model, parts.make_algorithm(config), parts.make_optimizers(config))
+    state = parts.make_state(config, model, parts.make_algorithm(config), parts.make_optimizers(config))
     assert runs.equal(state.policy, model.params) and runs.equal(state.reference, model.params)
     assert state.critic is None and state.critic_optimizer is None
     buffers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves((state.policy, state.reference, model.params))]

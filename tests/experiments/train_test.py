@@ -14,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from training import runs
 
 from experiments import train
+from mpo_jax.models import lora, weights
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.checkpoints import Checkpoints
@@ -152,3 +153,21 @@ def test_bad_values_are_refused_before_the_folder_is_claimed(run, tmp_path, chan
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_run_with_adapters_resumes_and_leaves_them_beside_its_merged_weights(run, tmp_path):
+    changes = {"algorithm": "grpo", "lora": {"rank": 2}, "learning_rate": 0.01, "checkpoint_every": 1}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    run(whole, num_steps=2, **changes)
+    for num_steps in (1, 2):
+        run(broken, num_steps=num_steps, **changes)
+    files = [folder / "adapter" / "adapter_model.safetensors" for folder in (whole, broken)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    model = runs.model()
+    config, found = lora.load(whole / "adapter", model.config, model.params)
+    published, version = PublishedWeights(whole / "weights").load()
+    assert version == 2
+    merged = weights.flatten(lora.merge(config, model.params, found))
+    for name, x in merged.items():
+        np.testing.assert_allclose(published[name], x, atol=1e-6, err_msg=name)

@@ -19,6 +19,7 @@ from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.learner import Learner, Settings, describe, informative, learn
 from mpo_jax.training.metrics import MetricsLog, read_metrics
+from mpo_jax.training.step import Models
 from training import runs
 
 GOOD, BAD = 50, 90
@@ -142,7 +143,7 @@ def test_an_episode_longer_than_a_row_is_refused_by_name():
 
 def test_privileged_algorithms_need_guidance():
     c = runs.config(algorithm="taspo")
-    arguments = (parts.make_algorithm(c), parts.make_models(runs.model()), parts.make_optimizers(c))
+    arguments = (parts.make_algorithm(c), parts.make_models(c, runs.model()), parts.make_optimizers(c))
     with pytest.raises(ValueError, match="taspo needs guidance"):
         Learner(*arguments, parts.make_settings(c))
 
@@ -166,7 +167,8 @@ class Diary:
             evaluate_every=evaluate_every,
         )
         self.events, self.delay, self.ready, self.stop_at = [], delay, 0, stop_at
-        self.learner = play(Learner, settings=self.settings, take=self.take, update=self.update)
+        models = play(Models, policy_params=lambda state: state.policy)
+        self.learner = play(Learner, settings=self.settings, take=self.take, update=self.update, models=models)
 
     def note(self, what, step=None):
         self.events.append(what if step is None else f"{what} {step}")

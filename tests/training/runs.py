@@ -93,7 +93,7 @@ def learner(algorithm="mpo", **changes) -> Learner:
 
     found = Learner(
         dataclasses.replace(built, surrogate=surrogate),
-        parts.make_models(model()),
+        parts.make_models(c, model()),
         parts.make_optimizers(c),
         parts.make_settings(c),
         model().tokenizer.render_hint,
@@ -105,7 +105,7 @@ def learner(algorithm="mpo", **changes) -> Learner:
 @functools.cache
 def _first_state(algorithm, learning_rate):
     c = config(algorithm=algorithm, learning_rate=learning_rate, critic_learning_rate=learning_rate)
-    return frozen(parts.make_state(model(), parts.make_algorithm(c), parts.make_optimizers(c)))
+    return frozen(parts.make_state(c, model(), parts.make_algorithm(c), parts.make_optimizers(c)))
 
 
 def fresh_state(algorithm="mpo", learning_rate=5e-4):
