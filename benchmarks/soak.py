@@ -24,7 +24,7 @@ import numpy as np
 from absl import app, flags
 
 from mpo_jax.rollout.protocol import Generation
-from mpo_jax.rollout.worker import Rollout, run_groups
+from mpo_jax.rollout.worker import Rollout, Terms, run_groups
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 
@@ -94,10 +94,11 @@ def work(folder: Path, number: int, full_disk: bool) -> None:
         task_stream=lambda group_id: {"task": group_id},
         group_size=GROUP_SIZE,
     )
+    terms = Terms(owner=f"worker-{number}", lease=LEASE, max_pending=MAX_PENDING, straggler_seconds=LEASE / 2)
     while True:
         if (latest := weights.latest_version()) is not None and latest != rollout.engine.version:
             rollout.engine.load(None, latest)
-        if not run_groups(rollout, store, 2, owner=f"worker-{number}", lease=LEASE, max_pending=MAX_PENDING):
+        if not run_groups(rollout, store, 2, terms):
             time.sleep(0.05)
 
 

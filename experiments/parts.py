@@ -20,7 +20,7 @@ from mpo_jax.rollout.agent import Job, Limits, run_episodes
 from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
-from mpo_jax.rollout.worker import Rollout
+from mpo_jax.rollout.worker import Rollout, Terms
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
 from mpo_jax.training import optimizers
@@ -199,6 +199,17 @@ def monitored(config: ml_collections.ConfigDict, model: Pretrained, rollout: Rol
         rollout,
         engine=MonitoredEngine(rollout.engine, model.config, model.params, flag=flag),
         limits=dataclasses.replace(rollout.limits, flagged=config.monitor.stop),
+    )
+
+
+def make_terms(config: ml_collections.ConfigDict, number: int) -> Terms:
+    """On what terms the worker of a number makes groups."""
+    return Terms(
+        owner=f"worker-{number}",
+        max_pending=config.max_pending_groups,
+        admission=make_admission(config),
+        straggler_seconds=config.straggler_seconds,
+        in_flight=config.in_flight_updates,
     )
 
 

@@ -35,11 +35,8 @@ def main(_):
             rollout,
             store,
             PublishedWeights(workdir / "weights"),
-            max_pending_groups=config.max_pending_groups,
-            admission=parts.make_admission(config),
-            in_flight=config.in_flight_updates,
+            parts.make_terms(config, WORKER.value),
             should_stop=should_stop,
-            owner=f"worker-{WORKER.value}",
             restore=lambda arrays: weights.unflatten(model.params, arrays),
             parent=PARENT.value,
         )

@@ -1,7 +1,16 @@
-"""What the agent loop asks of an engine and a tokenizer. Token-in, token-out: both sides speak ids, appended only."""
+"""What the agent loop asks of an engine and a tokenizer, and a worker of where its groups go and its weights come from.
+
+Token-in, token-out: engine and tokenizer speak ids, appended only.
+"""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+
+from mpo_jax.store.admission import Admission
+from mpo_jax.store.episode import Episode
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,3 +84,39 @@ class Tokenizer(Protocol):
 
     def render_observation(self, text: str, limit: int | None = None) -> list[int]:
         """Ids between two actions: what the template adds after an end of turn, the text's as above, a header."""
+
+
+@runtime_checkable
+class GroupStore(Protocol):
+    """What a producer asks of the episode store, in this process or another; see `store.sqlite.EpisodeStore`."""
+
+    def reserve(
+        self,
+        owner: str,
+        lease: float,
+        *,
+        max_pending: int | None = None,
+        admission: Admission | None = None,
+        straggler_seconds: float | None = None,
+    ) -> int | None:
+        """The index of a group to make, or None for none now."""
+
+    def renew(self, owner: str, lease: float) -> None:
+        """Extends what the producer has reserved."""
+
+    def release(self, owner: str) -> None:
+        """Gives up what the producer has reserved."""
+
+    def add(self, group_id: int, episodes: Sequence[Episode]) -> None:
+        """Stores a whole group; one that is stored already is left as it is."""
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Where a worker finds the newest weights; see `store.weights.PublishedWeights`."""
+
+    def latest_version(self) -> int | None:
+        """The newest version; None while there is none. Cheap enough to ask before every turn."""
+
+    def load(self) -> tuple[dict[str, np.ndarray], int]:
+        """The newest parameters, by flat names, and their version."""

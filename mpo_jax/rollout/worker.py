@@ -20,11 +20,9 @@ import gymnasium
 import numpy as np
 
 from mpo_jax.rollout.agent import Job, Limits, derive_seed, run_episodes, whole_action
-from mpo_jax.rollout.protocol import Engine, Tokenizer
+from mpo_jax.rollout.protocol import Engine, GroupStore, Tokenizer, WeightSource
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
-from mpo_jax.store.sqlite import EpisodeStore
-from mpo_jax.store.weights import PublishedWeights
 
 log = logging.getLogger(__name__)
 
@@ -79,15 +77,35 @@ class Rollout:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """On what terms a worker makes groups.
+
+    Attributes:
+      owner: its name in the store, unlike that of any other worker and kept over restarts.
+      lease: seconds that a reservation outlives its producer; renewed between turns.
+      max_pending: back-pressure over all workers; at least as many groups as the learner takes at once. None for none.
+      admission: the bound on staleness, None for none; its version is set to the engine's.
+      straggler_seconds: a group that others have had in the making for longer is made here too; None for never.
+      in_flight: take new weights while episodes run.
+      poll: seconds of a sleep while there is nothing to do.
+    """
+
+    owner: str = "worker-0"
+    lease: float = 120.0
+    max_pending: int | None = None
+    admission: Admission | None = None
+    straggler_seconds: float | None = None
+    in_flight: bool = False
+    poll: float = 0.2
+
+
 def run_groups(
     rollout: Rollout,
-    store: EpisodeStore,
+    store: GroupStore,
     num_groups: int,
+    terms: Terms = Terms(),
     *,
-    owner: str = "inline",
-    lease: float = 120.0,
-    max_pending: int | None = None,
-    admission: Admission | None = None,
     refresh: Callable[[], None] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> int:
@@ -98,36 +116,34 @@ def run_groups(
     Args:
       rollout: how.
       store: where they are reserved and stored.
-      num_groups: how many; fewer where `max_pending` is reached or it was told to stop.
-      owner: the producer's name in the store; it holds no reservations afterwards.
-      lease: seconds that a reservation outlives its producer; renewed between turns.
-      max_pending: the store's back-pressure, None for none.
-      admission: the bound on staleness; its version is set to the engine's.
+      num_groups: how many; fewer where none may be begun or it was told to stop.
+      terms: on what terms; the owner holds no reservations afterwards.
       refresh: called before each call of the engine, to give it new weights while episodes run.
       should_stop: asked before each turn; groups that are not whole by then are given up.
 
     Returns:
-      The number of groups stored.
+      The number of groups made.
 
     Raises:
       ValueError: the engine does not sample from the policy itself, so that its log-probabilities cannot be trained on.
     """
     if not rollout.engine.exact:
         raise ValueError("the engine's decoding is not the policy's own (temperature 1, nothing cut off): no training")
-    stored, whole, renew_at = 0, defaultdict[int, list[Episode]](list), time.monotonic() + lease / 3
+    made, whole, renew_at = 0, defaultdict[int, list[Episode]](list), time.monotonic() + terms.lease / 3
 
     def keep_alive() -> bool:
         nonlocal renew_at
         if time.monotonic() >= renew_at:
-            store.renew(owner, lease)
-            renew_at = time.monotonic() + lease / 3
+            store.renew(terms.owner, terms.lease)
+            renew_at = time.monotonic() + terms.lease / 3
         refresh()
         return should_stop()
 
     def reserve() -> Iterator[int | None]:
         """Group indices, or None while there is none but some of ours are being made; ends where there is nothing."""
         for _ in range(num_groups):
-            while (group_id := _reserve(rollout, store, owner, lease, max_pending, admission)) is None:
+            # It may be one of ours, whose lease had lapsed during a long turn.
+            while (group_id := _reserve(rollout, store, terms)) is None or group_id in making:
                 if not making:
                     return
                 yield None
@@ -135,7 +151,7 @@ def run_groups(
             yield group_id
 
     making: set[int] = set()
-    store.release(owner)  # of an earlier life that was killed
+    store.release(terms.owner)  # of an earlier life that was killed
     try:
         for episode in rollout.run(reserve(), keep_alive):
             group = whole[episode.group_id]
@@ -143,38 +159,34 @@ def run_groups(
             if len(group) == rollout.group_size:
                 store.add(episode.group_id, sorted(whole.pop(episode.group_id), key=lambda e: e.episode_id))
                 making.discard(episode.group_id)
-                stored += 1
+                made += 1
     finally:
-        store.release(owner)
-    return stored
+        store.release(terms.owner)
+    return made
 
 
-def _reserve(
-    rollout: Rollout,
-    store: EpisodeStore,
-    owner: str,
-    lease: float,
-    max_pending: int | None,
-    admission: Admission | None,
-) -> int | None:
+def _reserve(rollout: Rollout, store: GroupStore, terms: Terms) -> int | None:
     """The next index that may be begun with the engine's weights."""
+    admission = terms.admission
     if admission is not None:
         admission = dataclasses.replace(admission, version=rollout.engine.version)
-    return store.reserve(owner, lease, max_pending=max_pending, admission=admission)
+    return store.reserve(
+        terms.owner,
+        terms.lease,
+        max_pending=terms.max_pending,
+        admission=admission,
+        straggler_seconds=terms.straggler_seconds,
+    )
 
 
 def run_worker(
     rollout: Rollout,
-    store: EpisodeStore,
-    weights: PublishedWeights,
+    store: GroupStore,
+    weights: WeightSource,
+    terms: Terms,
     *,
-    max_pending_groups: int,
-    admission: Admission | None = None,
-    in_flight: bool = False,
     should_stop: Callable[[], bool],
-    owner: str = "worker-0",
     restore: Callable[[dict[str, np.ndarray]], Any] = lambda params: params,
-    poll: float = 0.2,
     parent: int | None = None,
 ) -> None:
     """Makes groups until told to stop, with the newest published weights.
@@ -187,16 +199,12 @@ def run_worker(
       rollout: how groups are made.
       store: where they go.
       weights: where the learner publishes.
-      max_pending_groups: back-pressure over all workers; at least as many as the learner takes at once.
-      admission: the bound on staleness, None for none.
-      in_flight: take new weights while episodes run.
+      terms: on what terms.
       should_stop: asked before each turn and while sleeping.
-      owner: this worker's name, unlike that of any other and kept over restarts.
       restore: makes what the engine loads of the published arrays.
-      poll: seconds of a sleep.
       parent: process id of the learner that started this one: it stops when that is gone.
     """
-    round_size = sys.maxsize if in_flight else math.ceil(rollout.engine.num_slots / rollout.group_size)
+    round_size = sys.maxsize if terms.in_flight else math.ceil(rollout.engine.num_slots / rollout.group_size)
 
     def stopped() -> bool:
         return should_stop() or (parent is not None and os.getppid() != parent)
@@ -210,20 +218,12 @@ def run_worker(
 
     while not stopped():
         refresh()
-        stored = 0
+        made = 0
         if weights.latest_version() is not None:
-            stored = run_groups(
-                rollout,
-                store,
-                round_size,
-                owner=owner,
-                max_pending=max_pending_groups,
-                admission=admission,
-                refresh=refresh if in_flight else lambda: None,
-                should_stop=stopped,
-            )
-        if not stored:
-            time.sleep(poll)
+            during = refresh if terms.in_flight else lambda: None
+            made = run_groups(rollout, store, round_size, terms, refresh=during, should_stop=stopped)
+        if not made:
+            time.sleep(terms.poll)
 
 
 @contextlib.contextmanager

@@ -41,6 +41,11 @@ MIGRATIONS = (
         "CREATE TABLE about (name TEXT PRIMARY KEY, text TEXT NOT NULL) STRICT",
         *(f"INSERT INTO about VALUES ('{name}', '{text}')" for name, text in _ABOUT.items()),
     ),
+    (  # a second producer may make a group that the first is slow with; reservations are of minutes, so none is kept
+        "DROP TABLE reservations",
+        """CREATE TABLE reservations (group_id INTEGER NOT NULL, owner TEXT NOT NULL, begun REAL NOT NULL,
+           expires REAL NOT NULL, PRIMARY KEY (group_id, owner)) STRICT""",
+    ),
 )
 SCHEMA_VERSION = len(MIGRATIONS)
 

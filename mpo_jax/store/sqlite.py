@@ -28,8 +28,10 @@ FROM groups AS waiting WHERE step IS NULL ORDER BY group_id"""
 _LOWEST_FREE = """
 WITH first (id) AS (SELECT COALESCE(MAX(group_id) + 1, 0) FROM groups WHERE step IS NOT NULL),
      busy (id) AS (SELECT group_id FROM groups, first WHERE group_id >= first.id
-                   UNION SELECT group_id FROM reservations)
+                   UNION SELECT group_id FROM reservations WHERE owner = ? OR begun > ?)
 SELECT MIN(id) FROM (SELECT id FROM first UNION SELECT id + 1 FROM busy) WHERE id NOT IN busy"""
+_LAST_BEGUN = """SELECT MAX(COALESCE((SELECT MAX(group_id) FROM groups), -1),
+                            COALESCE((SELECT MAX(group_id) FROM reservations), -1))"""
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,13 @@ class EpisodeStore:
     # Producers.
 
     def reserve(
-        self, owner: str, lease: float, *, max_pending: int | None = None, admission: Admission | None = None
+        self,
+        owner: str,
+        lease: float,
+        *,
+        max_pending: int | None = None,
+        admission: Admission | None = None,
+        straggler_seconds: float | None = None,
     ) -> int | None:
         """Gives a producer the lowest group index that is neither stored nor reserved by a live producer.
 
@@ -94,9 +102,12 @@ class EpisodeStore:
           owner: name of the producer, kept over its restarts.
           lease: seconds until the reservation lapses, unless renewed, and the index is given out again.
           max_pending: back-pressure: the most groups waiting to be taken plus groups in the making, of all
-            producers together; at least as many as one `take` wants. An index below a stored one is given out
-            regardless: the learner waits for it.
+            producers together; at least as many as one `take` wants. An index below one that is stored or being made
+            is given out regardless: the learner waits for it.
           admission: the bound on staleness, with the version of the producer's weights; None = no bound.
+          straggler_seconds: an index that other producers have held for longer, alive or not, is given out once more,
+            whatever the limits: the same episodes are played anew, and the group that is whole first counts, so the
+            learner is held up by no slow producer, and no task is favoured for being quick. None = never.
 
         Returns:
           The index, or None while `max_pending` is reached or a new group would be too old when it is trained on.
@@ -104,14 +115,14 @@ class EpisodeStore:
         now = time.time()
         with self._transaction() as db:
             db.execute("DELETE FROM reservations WHERE expires <= ?", (now,))
-            group_id = self._number(_LOWEST_FREE)
-            if group_id > self._number("SELECT COALESCE(MAX(group_id), -1) FROM groups"):
-                ahead = self.pending() + self._number("SELECT COUNT(*) FROM reservations")
+            group_id = self._number(_LOWEST_FREE, owner, now - straggler_seconds if straggler_seconds else -1.0)
+            if group_id > self._number(_LAST_BEGUN):
+                ahead = self.pending() + self._number("SELECT COUNT(DISTINCT group_id) FROM reservations")
                 if max_pending is not None and ahead >= max_pending:
                     return None
                 if admission is not None and not admission.capacity(self.next_step(), ahead):
                     return None
-            db.execute("INSERT INTO reservations VALUES (?, ?, ?)", (group_id, owner, now + lease))
+            db.execute("INSERT INTO reservations VALUES (?, ?, ?, ?)", (group_id, owner, now, now + lease))
         return group_id
 
     def renew(self, owner: str, lease: float) -> None:

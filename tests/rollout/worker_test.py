@@ -1,16 +1,18 @@
 """Groups made in the learner's process and by the worker."""
 
+import dataclasses
 import os
 import signal
 import subprocess
 import sys
 import time
 
+import msgspec
 import numpy as np
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine
 
-from mpo_jax.rollout.worker import Rollout, run_groups, run_worker, stop_on_signals
+from mpo_jax.rollout.worker import Rollout, Terms, run_groups, run_worker, stop_on_signals
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -85,15 +87,19 @@ def test_BUG_138_a_task_that_always_fails_leaves_no_gap(store):
 
 def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
     parts = rollout()
-    run_worker(parts, store, weights, max_pending_groups=9, should_stop=calls_until(3), poll=0.01)
+    run_worker(parts, store, weights, Terms(max_pending=9, poll=0.01), should_stop=calls_until(3))
     assert (parts.engine.loaded, store.count()) == ([], 0)
     restored = []
     for version in (1, 2):
         weights.publish({"w": np.ones(2)}, version)
         run_worker(
-            parts, store, weights, max_pending_groups=99, should_stop=calls_until(20), poll=0.01,
+            parts,
+            store,
+            weights,
+            Terms(max_pending=99, poll=0.01),
+            should_stop=calls_until(20),
             restore=restored.append,
-        )  # fmt: skip
+        )
     assert parts.engine.loaded == [1, 2]
     assert [params["w"].tolist() for params in restored] == [[1, 1]] * 2
     versions = [e.versions[0] for e in store.episodes()]
@@ -102,7 +108,7 @@ def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
 
 def test_BUG_143_worker_stops_making_groups_when_enough_wait(store, weights):
     weights.publish({"w": np.ones(2)}, 0)
-    run_worker(rollout(), store, weights, max_pending_groups=3, should_stop=calls_until(200), poll=0.001)
+    run_worker(rollout(), store, weights, Terms(max_pending=3, poll=0.001), should_stop=calls_until(200))
     assert store.pending() == 3
     assert len(store.take(3, 1)) == 3
 
@@ -111,21 +117,21 @@ def test_worker_goes_back_to_the_weights_of_a_resumed_learner(store, weights):
     parts = rollout()
     for version in (5, 2):
         weights.publish({"w": np.ones(2)}, version)
-        run_worker(parts, store, weights, max_pending_groups=1, should_stop=calls_until(3), poll=0.001)
+        run_worker(parts, store, weights, Terms(max_pending=1, poll=0.001), should_stop=calls_until(3))
     assert parts.engine.loaded == [5, 2]
 
 
 def test_BUG_144_a_stopped_worker_gives_its_groups_back(store, weights):
     weights.publish({"w": np.ones(2)}, 0)
     parts = rollout(task_stream=lambda group_id: {"turns": 10**9})
-    run_worker(parts, store, weights, max_pending_groups=9, should_stop=calls_until(10), poll=0.001)
+    run_worker(parts, store, weights, Terms(max_pending=9, poll=0.001), should_stop=calls_until(10))
     assert parts.engine.contexts == {}
     assert store.reserve("other", 60.0) == 0
 
 
 def test_worker_stops_when_its_parent_is_gone(store, weights):
     started = time.monotonic()
-    run_worker(rollout(), store, weights, max_pending_groups=9, should_stop=lambda: False, parent=os.getppid() + 1)
+    run_worker(rollout(), store, weights, Terms(), should_stop=lambda: False, parent=os.getppid() + 1)
     assert time.monotonic() - started < 1
 
 
@@ -135,7 +141,7 @@ sys.path.insert(0, {tests!r})
 from worker_test import *
 with stop_on_signals() as should_stop:
     run_worker(rollout(), EpisodeStore({folder!r} + "/episodes.sqlite"), PublishedWeights({folder!r} + "/weights"),
-               max_pending_groups={limit}, should_stop=should_stop, poll=0.01)
+               Terms(max_pending={limit}, poll=0.01), should_stop=should_stop)
 print("clean")
 """
 
@@ -181,12 +187,12 @@ def test_a_group_is_begun_with_the_weights_of_its_moment_and_never_too_old(store
     """Without staleness the rollout stops after a batch until new weights are there, however often it is asked."""
     made = rollout(group_size=1)
     bound = Admission(max_staleness=0, groups_per_step=3)
-    assert run_groups(made, store, 10, admission=bound) == 3
-    assert run_groups(made, store, 10, admission=bound) == 0
+    assert run_groups(made, store, 10, Terms(admission=bound)) == 3
+    assert run_groups(made, store, 10, Terms(admission=bound)) == 0
     assert len(store.take(3, 0)) == 3
-    assert run_groups(made, store, 10, admission=bound) == 0  # step 0 is under way, version 1 not there yet
+    assert run_groups(made, store, 10, Terms(admission=bound)) == 0  # step 0 is under way, version 1 not there yet
     made.engine.load(None, 1)
-    assert run_groups(made, store, 10, admission=bound) == 3
+    assert run_groups(made, store, 10, Terms(admission=bound)) == 3
     assert [set(group[0].versions) for group in store.take(3, 1, min_version=1)] == [{1}] * 3
 
 
@@ -223,4 +229,30 @@ def test_a_group_that_must_wait_is_asked_for_again_while_others_run(store):
     def refresh():
         asked.append(store.take(1, len(asked)))  # a learner that is fast
 
-    assert run_groups(made, store, 3, max_pending=2, refresh=refresh) == 3
+    assert run_groups(made, store, 3, Terms(max_pending=2), refresh=refresh) == 3
+
+
+def test_a_group_of_its_own_that_lapsed_during_a_long_turn_is_not_made_twice_at_once(store):
+    made = rollout(engine=ScriptedEngine(random_words, num_slots=9))
+    task = {"task": "t", "turns": 2}
+
+    def refresh():  # another producer's call finds the reservations lapsed
+        store._db.execute("DELETE FROM reservations")
+
+    assert run_groups(dataclasses.replace(made, task_stream=lambda _: task), store, 4, refresh=refresh) == 4
+    groups = store.take(4, 0)
+    assert [len({e.episode_id for e in group}) for group in groups] == [3] * 4
+
+
+def test_a_slow_worker_holds_nobody_up(store, tmp_path):
+    """One has begun group 0 and is asleep in it; the other makes all, group 0 too, and the sleeper's comes too late."""
+    assert store.reserve("slow", 60.0) == 0
+    fast = EpisodeStore(tmp_path / "episodes.sqlite")
+    terms = Terms(owner="fast", max_pending=3, straggler_seconds=0.2)
+    assert run_groups(rollout(), fast, 10, terms) == 2
+    assert store.take(3, 0) is None
+    time.sleep(0.25)
+    assert run_groups(rollout(), fast, 10, terms) == 1
+    expected = [e for group in store.take(3, 0) for e in group]
+    store.add(0, [msgspec.structs.replace(e, versions=[9]) for e in expected[:3]])
+    assert list(store.episodes()) == expected

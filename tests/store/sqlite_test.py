@@ -140,6 +140,19 @@ def test_a_gap_below_a_stored_group_is_given_out_whatever_the_limit(store):
     assert [store.reserve("a", 60.0, max_pending=1), store.reserve("a", 60.0, max_pending=1)] == [2, None]
 
 
+def test_a_group_that_takes_too_long_is_given_to_one_other_producer_at_a_time(store):
+    def reserve(owner):
+        return store.reserve(owner, 60.0, max_pending=2, straggler_seconds=0.2)
+
+    assert [reserve("a"), reserve("a"), reserve("b")] == [0, 1, None]
+    time.sleep(0.25)
+    assert [reserve("a"), reserve("b"), reserve("c"), reserve("d")] == [None, 0, 1, None]  # never its own again
+    assert store.reserve("e", 60.0, max_pending=3) == 2  # two groups are in the making, however many make them
+    store.release("a")
+    add(store, 0)
+    assert reserve("f") is None
+
+
 def test_damaged_record_is_quarantined_with_its_reason(store, caplog):
     add(store, 0, 1, 2)
     with sqlite3.connect(store.path) as db:
@@ -170,7 +183,7 @@ def test_files_that_are_no_store_are_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.sqlite", "notes.txt", "old.sqlite"]
     with sqlite3.connect(tmp_path / "old.sqlite") as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="schema 99, expected at most 2"):
+    with pytest.raises(StoreError, match="schema 99, expected at most 3"):
         EpisodeStore(tmp_path / "old.sqlite")
     with pytest.raises(StoreError, match="no such episode store"):
         EpisodeStore(tmp_path / "absent.sqlite", read_only=True)
