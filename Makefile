@@ -8,7 +8,7 @@ test test-fast: export MALLOC_ARENA_MAX = 1
 test test-fast: export MALLOC_MMAP_MAX_ = 0
 test test-fast: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 
-.PHONY: train test test-fast bench lint clean
+.PHONY: train test test-fast bench bench-async lint clean
 .DELETE_ON_ERROR:
 
 .venv/.installed: requirements.txt requirements-test.txt requirements-envs.txt
@@ -35,6 +35,9 @@ lint: .venv/.installed
 
 bench: .venv/.installed .venv-peers/.installed  ## the kernels beside their peers; writes to benchmarks/results
 	$(BIN)/python -m benchmarks.kernels $(BENCH_FLAGS)
+
+bench-async: .venv/.installed  ## asynchronous training beside the alternating loop; hours on a quiet machine
+	$(BIN)/python -m benchmarks.asynchrony $(BENCH_FLAGS)
 
 clean:
 	rm -rf .venv .venv-peers runs

@@ -7,13 +7,15 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import ml_collections
+import numpy as np
 import optax
+from flax import nnx
 
 from experiments import adapters
 from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
-from mpo_jax.models import pretrained
+from mpo_jax.models import pretrained, weights
 from mpo_jax.models.chat import TemplateTokenizer
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.agent import Job, Limits, run_episodes
@@ -200,6 +202,14 @@ def monitored(config: ml_collections.ConfigDict, model: Pretrained, rollout: Rol
         engine=MonitoredEngine(rollout.engine, model.config, model.params, flag=flag),
         limits=dataclasses.replace(rollout.limits, flagged=config.monitor.stop),
     )
+
+
+def make_training_rollout(
+    config: ml_collections.ConfigDict, model: Pretrained, setting: Setting
+) -> tuple[Rollout, Callable[[dict[str, np.ndarray]], nnx.State]]:
+    """How the groups to train on are made, and what makes the engine's weights of published arrays."""
+    rollout = make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+    return monitored(config, model, rollout), lambda arrays: weights.unflatten(model.params, arrays)
 
 
 def make_terms(config: ml_collections.ConfigDict, number: int) -> Terms:

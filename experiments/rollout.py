@@ -10,7 +10,6 @@ from pathlib import Path
 from absl import app, flags, logging
 
 from experiments import environments, parts
-from mpo_jax.models import weights
 from mpo_jax.rollout.worker import run_worker, stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -26,9 +25,7 @@ def main(_):
     workdir = Path(WORKDIR.value)
     config = parts.read_config(workdir)
     model = parts.load_model(config)
-    setting = environments.build(config, model.tokenizer)
-    rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
-    rollout = parts.monitored(config, model, rollout)
+    rollout, restore = parts.make_training_rollout(config, model, environments.build(config, model.tokenizer))
     store = EpisodeStore(workdir / "episodes.sqlite", vocab_size=model.config.vocab_size)
     with stop_on_signals() as should_stop:
         run_worker(
@@ -37,7 +34,7 @@ def main(_):
             PublishedWeights(workdir / "weights"),
             parts.make_terms(config, WORKER.value),
             should_stop=should_stop,
-            restore=lambda arrays: weights.unflatten(model.params, arrays),
+            restore=restore,
             parent=PARENT.value,
         )
     store.close()

@@ -1,7 +1,8 @@
-r"""Trains an agent: rollout (in its own process or in this one) → store → learner → published weights.
+r"""Trains an agent: rollout (a process, this one, or a Ray cluster) → store → learner → published weights.
 
     python -m experiments.train --workdir=runs/search
     python -m experiments.train --workdir=runs/gspo --config.algorithm=gspo --rollout=inline
+    python -m experiments.train --workdir=runs/fleet --rollout=ray --ray_workers=64 --ray_address=auto
 
 A run that was stopped, in whatever way, goes on where its last checkpoint left it when the same command is given.
 """
@@ -13,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from experiments import adapters, environments, parts, watching
-from experiments.workers import InlineWorker, WorkerProcess
+from experiments.workers import Cluster, InlineWorker, RayWorkers, WorkerProcess
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -25,8 +26,14 @@ from mpo_jax.training.report import write_report
 CONFIG = config_flags.DEFINE_config_file("config", "experiments/configs/search.py", "What to train, and how.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
 ROLLOUT = flags.DEFINE_enum(
-    "rollout", "process", ["process", "inline"], "Where episodes are played; inline repeats bit for bit from its seed."
+    "rollout",
+    "process",
+    ["process", "inline", "ray"],
+    "Where episodes are played; inline repeats bit for bit from its seed.",
 )
+RAY_WORKERS = flags.DEFINE_integer("ray_workers", 2, "Workers of rollout=ray.", lower_bound=1)
+RAY_ADDRESS = flags.DEFINE_string("ray_address", "", "Of a Ray cluster with this machine in it; by default, a new one.")
+RAY_GPUS = flags.DEFINE_float("ray_gpus", 0.0, "GPUs of each worker of rollout=ray.", lower_bound=0.0)
 PROFILE = flags.DEFINE_list("profile_steps", None, "First and last step to trace into the workdir's trace/.")
 
 
@@ -39,6 +46,7 @@ def main(_):
     settings = parts.make_settings(config)
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
+    cluster = Cluster(RAY_ADDRESS.value, RAY_WORKERS.value, RAY_GPUS.value) if ROLLOUT.value == "ray" else None
     parts.claim_workdir(workdir, config)
     optimizers = parts.make_optimizers(config)
     learner = Learner(
@@ -51,10 +59,14 @@ def main(_):
     )
     checkpoints = Checkpoints(workdir / "checkpoints")
     state = parts.restore_state(checkpoints, parts.make_state(config, model, algorithm, optimizers))
-    store, published = EpisodeStore(workdir / "episodes.sqlite"), PublishedWeights(workdir / "weights")
+    store = EpisodeStore(workdir / "episodes.sqlite", vocab_size=model.config.vocab_size)
+    published = PublishedWeights(workdir / "weights")
     evaluate = parts.make_evaluate(config, model, setting, learner)
-    inline = ROLLOUT.value == "inline"
-    worker = InlineWorker(config, model, setting, store, published) if inline else WorkerProcess(workdir)
+    worker = {
+        "process": lambda: WorkerProcess(workdir),
+        "inline": lambda: InlineWorker(config, model, setting, store, published),
+        "ray": lambda: RayWorkers(config, model, cluster, store, published),
+    }[ROLLOUT.value]()
     trace = watching.make_trace(workdir, PROFILE.value)
     utilisation = watching.make_utilisation(config, model, state)
     log = MetricsLog(

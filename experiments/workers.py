@@ -1,19 +1,23 @@
-"""The two places where `train.py` can have its episodes played."""
+"""The three places where `train.py` can have its episodes played."""
 
+import dataclasses
+import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import ml_collections
 
-from experiments import parts
+from experiments import environments, parts
 from experiments.environments import Setting
-from mpo_jax.models import weights
 from mpo_jax.models.pretrained import Pretrained
-from mpo_jax.rollout.worker import run_groups
+from mpo_jax.rollout.worker import Rollout, run_groups
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 
@@ -62,9 +66,8 @@ class InlineWorker:
         store: EpisodeStore,
         published: PublishedWeights,
     ):
-        self.groups_per_step, self.model, self.store, self.published = config.groups_per_step, model, store, published
-        rollout = parts.make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
-        self.rollout = parts.monitored(config, model, rollout)
+        self.groups_per_step, self.store, self.published = config.groups_per_step, store, published
+        self.rollout, self.restore = parts.make_training_rollout(config, model, setting)
 
     def __enter__(self) -> "InlineWorker":
         return self
@@ -72,8 +75,69 @@ class InlineWorker:
     def wait(self) -> None:
         """Makes the groups that the next batch lacks."""
         arrays, version = self.published.load()
-        self.rollout.engine.load(weights.unflatten(self.model.params, arrays), version)
+        self.rollout.engine.load(self.restore(arrays), version)
         run_groups(self.rollout, self.store, max(self.groups_per_step - self.store.pending(), 1))
 
     def __exit__(self, *_) -> None:
         pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Where a fleet of workers runs.
+
+    Attributes:
+      address: of a Ray cluster that this machine is a part of; empty for one on this machine alone.
+      workers: how many play.
+      gpus: that each of them sees.
+    """
+
+    address: str = ""
+    workers: int = 2
+    gpus: float = 0.0
+
+    def __post_init__(self):
+        if importlib.util.find_spec("ray") is None:
+            raise ImportError("rollout=ray needs the package ray: pip install ray==2.60.0 (see requirements-test.txt)")
+
+
+class RayWorkers:
+    """Workers on a Ray cluster, which need none of the learner's files: config and model are sent to them.
+
+    A killed one is started anew by Ray and does its groups again; the run fails once an error has ended the last.
+    """
+
+    def __init__(
+        self,
+        config: ml_collections.ConfigDict,
+        model: Pretrained,
+        cluster: Cluster,
+        store: EpisodeStore,
+        published: PublishedWeights,
+    ):
+        self.config, self.model, self.cluster = config, model, cluster
+        self.store, self.published = store, published
+
+    def __enter__(self) -> "RayWorkers":
+        import ray  # an extra
+
+        from mpo_jax.rollout import fleet
+
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
+        fleet.connect(self.cluster.address, workers=self.cluster.workers, object_bytes=size)
+        self.fleet = fleet.Fleet(self.store, self.published, self.model.config.vocab_size)
+        self.wait, config, model = self.fleet.wait, self.config.to_json(), ray.put(self.model)
+        for number in range(self.cluster.workers):
+            terms = parts.make_terms(self.config, number)
+            self.fleet.start(terms, build_remote, config, model, gpus=self.cluster.gpus)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.fleet.close()
+
+
+def build_remote(config: str, model: Pretrained) -> tuple[Rollout, Callable]:
+    """A training rollout in a worker's process, from the run's config as JSON."""
+    parts.keep_freed_memory()
+    settings = ml_collections.ConfigDict(json.loads(config))
+    return parts.make_training_rollout(settings, model, environments.build(settings, model.tokenizer))

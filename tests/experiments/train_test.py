@@ -3,14 +3,17 @@
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
+import time
 import types
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from rollout.fakes import Counting
 from training import runs
 
 from experiments import train
@@ -42,8 +45,9 @@ def cache(tmp_path_factory):
 def run(cache, monkeypatch, capsys):
     """Calls the program's `main` with a config; returns what it printed."""
 
-    def main(workdir, **changes):
-        values = {"CONFIG": runs.config(**changes), "WORKDIR": str(workdir), "ROLLOUT": "inline", "PROFILE": None}
+    def main(workdir, rollout="inline", **changes):
+        values = {"CONFIG": runs.config(**changes), "WORKDIR": str(workdir), "ROLLOUT": rollout, "PROFILE": None}
+        values |= {"RAY_ADDRESS": "", "RAY_WORKERS": 2, "RAY_GPUS": 0.0}
         for name, value in values.items():
             monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
         train.main(None)
@@ -121,6 +125,43 @@ def test_a_run_repeats_bit_for_bit_and_goes_on_as_if_it_had_never_stopped(run, t
     assert summary["finished"] and summary["episodes"] == 20 and summary["wall_seconds"] > 0
     assert len(summary["success_train"]) == len(summary["success_held_out"]) == 2
     assert np.isfinite(summary["success_train"] + summary["success_held_out"]).all()
+
+
+class KillsItsWorker(Counting):
+    """The first that a worker of the fleet resets kills it."""
+
+    def __init__(self, marker):
+        self.marker = pathlib.Path(marker)
+
+    def reset(self, *, seed=None, options=None):
+        worker = pathlib.Path(f"/proc/{os.getppid()}/cmdline").read_bytes().startswith(b"ray::")  # not the learner
+        if worker and not self.marker.exists():
+            self.marker.touch()
+            os.kill(os.getppid(), signal.SIGKILL)
+            time.sleep(60)
+        return super().reset(seed=seed, options={"turns": 1, "task": str(options["task"])})
+
+
+@pytest.mark.slow
+def test_a_run_on_ray_outlives_the_kill_of_a_worker(run, cache, tmp_path, monkeypatch):
+    """The killed worker's groups are made again: 2 steps train on groups 0..3, each whole and once."""
+    pytest.importorskip("ray")
+    tests = ROOT / "tests"
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (tests, tests / "rollout", tests / "experiments"))))
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", cache)
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    adapter = {
+        "target": "train_test:KillsItsWorker",
+        "arguments": json.dumps({"marker": str(tmp_path / "killed")}),
+    }
+    few = {"num_steps": 2, "num_slots": 2, "evaluation_questions": 1, "environment": "adapter", "adapter": adapter}
+    printed = run(tmp_path / "run", "ray", **few)
+    assert (tmp_path / "killed").exists() and "finished: 2 steps, 8 episodes" in printed
+    store = EpisodeStore(tmp_path / "run" / "episodes.sqlite", read_only=True)
+    assert store.steps() == {group: group // 2 for group in range(4)}
+    made = episodes(tmp_path / "run")
+    assert [e.episode_id for e in made[:8]] == [f"{group:08d}-{m:03d}" for group in range(4) for m in range(2)]
+    assert not any("error" in e.metadata for e in made)
 
 
 @pytest.mark.slow
