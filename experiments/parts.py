@@ -209,6 +209,8 @@ def make_training_rollout(
 ) -> tuple[Rollout, Callable[[dict[str, np.ndarray]], nnx.State]]:
     """How the groups to train on are made, and what makes the engine's weights of published arrays."""
     rollout = make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+    limits = dataclasses.replace(rollout.limits, group_seconds=config.group_seconds)
+    rollout = dataclasses.replace(rollout, limits=limits)
     return monitored(config, model, rollout), lambda arrays: weights.unflatten(model.params, arrays)
 
 

@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.max_staleness = config_dict.placeholder(int)  # in versions, of a group's oldest token; None: only as above
     config.in_flight_updates = False  # new weights are taken while episodes run, and a free slot waits for no other
     config.straggler_seconds = 300.0  # a group that a worker is slower with is made by another too; 0 for never
+    config.group_seconds = config_dict.placeholder(float)  # after which a group's unfinished episodes are cut
     config.correction = ""  # for stale or mismatched samples: "truncated" or "masked" importance weights
     config.epochs = 1
     config.minibatches = 4

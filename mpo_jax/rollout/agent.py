@@ -7,13 +7,15 @@ as it came, so the record is what the policy saw and did, and no sampled text is
 import contextlib
 import dataclasses
 import logging
-import zlib
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
 
+from mpo_jax.rollout.observations import Observation, legible, observe
 from mpo_jax.rollout.protocol import Engine, Generation, Tokenizer
 from mpo_jax.store.episode import Episode
 
@@ -30,6 +32,7 @@ class Job:
       options: passed to the environment's reset; they name the task.
       environment_seed: passed to the environment's reset.
       seed: of the policy's sampling; with the turn's index it gives every turn its own.
+      deadline: on `time.monotonic`'s clock; see `Limits.group_seconds`.
     """
 
     episode_id: str
@@ -37,6 +40,7 @@ class Job:
     options: Mapping[str, Any]
     environment_seed: int
     seed: int
+    deadline: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,17 +52,24 @@ class Limits:
       turns: the most turns; None leaves it to the environment.
       action_tokens: the fewest ids that must be left in the context for a turn to begin.
       flagged: end an episode that a monitor flags.
+      group_seconds: from when a group is begun until its unfinished episodes are cut, between two turns, with what they
+        have earned by then: "truncated", and the group is whole. They are kept, because a group that waited for ever
+        would hold up all others, one that was dropped would take its task with it, most often a slow task, and one
+        without its slow members would compare the quick ones among themselves. None for no deadline.
     """
 
     observation_tokens: int = 256
     turns: int | None = None
     action_tokens: int = 1
     flagged: bool = False
+    group_seconds: float | None = None
 
     def __post_init__(self):
         for field in ("observation_tokens", "turns", "action_tokens"):
             if (limit := getattr(self, field)) is not None and limit < 1:
                 raise ValueError(f"limits: {field} is {limit}, expected at least 1")
+        if self.group_seconds is not None and not self.group_seconds > 0:
+            raise ValueError(f"limits: group_seconds is {self.group_seconds}, expected a positive number")
 
 
 def whole_action(tokens: list[int]) -> list[bool]:
@@ -86,8 +97,10 @@ def run_episodes(
       dropped, and the engine not asked.
     - One that a monitor flags (`rollout.monitor`) has its first such turn as `metadata["flagged_turn"]`, and ends there
       as "truncated" where `limits.flagged` says so. The turns' scores are `metadata["progress"]`.
-    - One whose environment raises ends as "truncated" with `metadata["error"]` and NaN as its last reward (no turns at
-      all if it failed before the first): the learner masks and counts it.
+    - One whose deadline has passed is cut before its next turn, or its first: it ends as "truncated", with
+      `metadata["deadline_passed"]`.
+    - One whose environment raises, or says what is no observation, ends as "truncated" with `metadata["error"]` and NaN
+      as its last reward (no turns at all if it failed before the first): the learner masks and counts it.
 
     Args:
       engine: samples the turns.
@@ -141,8 +154,11 @@ def run_episodes(
                 return
             for slot, (generation, version) in _sample_turns(engine, running, asked).items():
                 running[slot].act(generation, version)
+            for slot in list(running):
+                running[slot].watch_the_clock()
                 if running[slot].end_reason:
                     engine.free(slot)
+                    asked.pop(slot, None)
                     yield finish(running.pop(slot))
     finally:
         for slot, conversation in running.items():
@@ -201,13 +217,22 @@ class _Conversation:
 
     def start(self) -> None:
         """Resets the environment and reads the prompt."""
+        self.watch_the_clock()
+        if self.end_reason:
+            return
         try:
             text, info = self.environment.reset(seed=self.job.environment_seed, options=dict(self.job.options))
+            observation = observe(text, info, self.limits.observation_tokens)
         except Exception as error:
             self._fail(error)
         else:
-            self.task_id = str(info.get("task_id", self.task_id))
-            self._read(text, info, self.tokenizer.render_prompt)
+            self.task_id = observation.task_id or self.task_id
+            self._read(observation, self.tokenizer.render_prompt)
+
+    def watch_the_clock(self) -> None:
+        """Cuts an episode that has not ended by its deadline; a turn under way is dropped."""
+        if not self.end_reason and time.monotonic() > self.job.deadline:
+            self.end_reason, self.notes["deadline_passed"] = "truncated", True
 
     def act(self, generation: Generation, version: int) -> None:
         """Appends what the policy has read and sampled, and lets the environment answer."""
@@ -223,11 +248,13 @@ class _Conversation:
             self.notes.setdefault("flagged_turn", len(self.rewards))
         try:
             text, reward, terminated, truncated, info = self.environment.step(action)
+            reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+            observation = observe(text, info, self.limits.observation_tokens)
         except Exception as error:
             self.rewards.append(float("nan"))
             self._fail(error)
             return
-        self.rewards.append(float(reward))
+        self.rewards.append(reward)
         if generation.finish_reason == "length":
             self.end_reason = "token_limit"
         elif terminated or truncated:
@@ -236,7 +263,7 @@ class _Conversation:
             self.end_reason = "turn_limit"
         elif generation.flagged and self.limits.flagged:
             self.end_reason = "truncated"
-        self._read(text, info, self.tokenizer.render_observation)
+        self._read(observation, self.tokenizer.render_observation)
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
         self.tokens += ids
@@ -245,19 +272,19 @@ class _Conversation:
         self.executable_mask += self.executable(ids) if sampled else [False] * len(ids)
         self.turn_ids += [len(self.rewards)] * len(ids)
 
-    def _read(self, text: str, info: Mapping[str, Any], render: Callable[[str, int], list[int]]) -> None:
+    def _read(self, observation: Observation, render: Callable[[str, int], list[int]]) -> None:
         """Keeps what the environment says; the ids wait in `unread` and are stored with the turn that they lead to."""
-        self.observations.append(text)
-        self.notes |= _printable(info)
-        self.next_state_id = int(info.get("state_id", zlib.crc32(text.encode()) >> 1))
-        self.unread = render(text, self.limits.observation_tokens)
+        self.observations.append(observation.text)
+        self.notes |= observation.notes
+        self.next_state_id = observation.state_id
+        self.unread = render(observation.text, self.limits.observation_tokens)
         used = len(self.tokens) + len(self.unread)
         if not self.end_reason and used + self.limits.action_tokens > self.context_length:
             self.end_reason = "token_limit"
 
     def _fail(self, error: Exception) -> None:
         log.warning("episode %s: the environment failed", self.job.episode_id, exc_info=error)
-        self.error = f"{type(error).__name__}: {error}"
+        self.error = legible(f"{type(error).__name__}: {error}")
         self.end_reason = "truncated"
 
     def record(self) -> Episode:
@@ -279,17 +306,3 @@ class _Conversation:
             end_reason=self.end_reason,
             metadata=self.notes | {"observations": self.observations, "actions": self.actions} | progress | failure,
         )
-
-
-def _printable(info: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of an info that a record's metadata can hold."""
-    plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in info.items()}
-    return {
-        key: value
-        for key, value in plain.items()
-        if key not in ("task_id", "state_id")
-        and (
-            isinstance(value, str | int | float | bool)
-            or (isinstance(value, list) and all(isinstance(item, str) for item in value))
-        )
-    }

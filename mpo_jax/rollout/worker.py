@@ -52,7 +52,9 @@ class Rollout:
     executable: Callable[[list[int]], list[bool]] = whole_action
 
     def jobs(self, group_id: int) -> list[Job]:
-        """The episodes of one group."""
+        """The episodes of one group, which is begun now."""
+        seconds = self.limits.group_seconds
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
         return [
             Job(
                 episode_id=f"{group_id:08d}-{member:03d}",
@@ -60,6 +62,7 @@ class Rollout:
                 options=self.task_stream(group_id),
                 environment_seed=derive_seed(self.seed, group_id),
                 seed=derive_seed(self.seed, group_id, member),
+                deadline=deadline,
             )
             for member in range(self.group_size)
         ]

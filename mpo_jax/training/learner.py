@@ -234,6 +234,7 @@ def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
         "turns": np.mean([len(episode.rewards) for episode in episodes]),
         "truncated": np.mean([episode.end_reason != "terminated" for episode in episodes]),
         "failed_environments": sum("error" in episode.metadata for episode in episodes),
+        "deadlines_passed": sum("deadline_passed" in episode.metadata for episode in episodes),
         "version_lag": np.mean(lags),
         "version_lag_max": max(lags),
     }

@@ -1,10 +1,13 @@
 """The agent loop, followed by hand on scripted episodes."""
 
+import dataclasses
 import math
+import types
 
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine, say
 
+from mpo_jax.rollout import agent
 from mpo_jax.rollout.agent import Job, Limits, derive_seed, run_episodes
 from mpo_jax.rollout.protocol import Generation
 from mpo_jax.store.episode import validate
@@ -98,6 +101,8 @@ def test_limits_of_turns_of_the_environment_and_of_room():
     assert run(engine, job(), limits=Limits(action_tokens=997))[0].rewards == []
     with pytest.raises(ValueError, match="action_tokens is 0, expected at least 1"):
         Limits(action_tokens=0)
+    with pytest.raises(ValueError, match="group_seconds is 0"):
+        Limits(group_seconds=0.0)
 
 
 def test_observations_are_cut_to_their_budget_and_the_template_stays_whole():
@@ -183,6 +188,41 @@ class OneAtATime(ScriptedEngine):
         self.under_way |= super().generate(new_tokens, seeds)
         slot = next(iter(self.under_way))
         return {} if len(self.calls) % 3 == 0 else {slot: self.under_way.pop(slot)}
+
+    def free(self, slot):
+        super().free(slot)
+        self.under_way.pop(slot, None)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The agent's clock, which tells how often the engine was asked."""
+    engines = []
+    monkeypatch.setattr(agent, "time", types.SimpleNamespace(monotonic=lambda: len(engines[0].calls)))
+    return engines.append
+
+
+@pytest.mark.parametrize("kind", [ScriptedEngine, OneAtATime])
+def test_a_deadline_cuts_between_turns_and_what_was_earned_stays(clock, kind):
+    """Two slots: e0 ends in time; e1 is cut after the call of its deadline, under way or not; e2 comes too late."""
+    engine = kind(say("a"), num_slots=2)
+    clock(engine)
+    jobs = [job(0, turns=1), job(1, turns=99), job(2, turns=99)]
+    episodes = run(engine, *(dataclasses.replace(one, deadline=3.5) for one in jobs))
+    ended, cut, late = sorted(episodes, key=lambda e: e.episode_id)
+    assert (ended.end_reason, ended.rewards) == ("terminated", [1.0]) and "deadline_passed" not in ended.metadata
+    for episode in (cut, late):
+        assert episode.end_reason == "truncated" and episode.metadata["deadline_passed"]
+        assert set(episode.rewards) <= {0.0} and "error" not in episode.metadata
+    assert len(engine.calls) == 4 and len(cut.rewards) == (4 if kind is ScriptedEngine else 1)
+
+
+def test_one_whose_deadline_has_passed_is_not_begun(clock):
+    engine = ScriptedEngine(say("a"))
+    clock(engine)
+    (episode,) = run(engine, dataclasses.replace(job(), deadline=-1.0))
+    assert (episode.tokens, episode.rewards, engine.calls) == ([], [], [])
+    assert episode.metadata == {"deadline_passed": True, "observations": [], "actions": []}
 
 
 def test_an_engine_may_end_turns_one_by_one():

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine
 
+from mpo_jax.rollout.agent import Limits
 from mpo_jax.rollout.worker import Rollout, Terms, run_groups, run_worker, stop_on_signals
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.sqlite import EpisodeStore
@@ -242,6 +243,20 @@ def test_a_group_of_its_own_that_lapsed_during_a_long_turn_is_not_made_twice_at_
     assert run_groups(dataclasses.replace(made, task_stream=lambda _: task), store, 4, refresh=refresh) == 4
     groups = store.take(4, 0)
     assert [len({e.episode_id for e in group}) for group in groups] == [3] * 4
+
+
+def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_any(store):
+    """Every third task never ends by itself: its groups are neither rarer nor smaller, and they hold nobody up."""
+    made = rollout(
+        task_stream=lambda group_id: {"task": f"task {group_id % 3}", "turns": 10**9 if group_id % 3 == 1 else 1},
+        limits=Limits(group_seconds=0.05),
+    )
+    assert run_groups(made, store, 9) == 9
+    groups = store.take(9, 0)
+    assert [group[0].task_id for group in groups] == ["task 0", "task 1", "task 2"] * 3
+    for index, group in enumerate(groups):
+        ends = {(e.end_reason, e.metadata.get("deadline_passed", False)) for e in group}
+        assert ends == ({("truncated", True)} if index % 3 == 1 else {("terminated", False)}) and len(group) == 3
 
 
 def test_a_slow_worker_holds_nobody_up(store, tmp_path):
