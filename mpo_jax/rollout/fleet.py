@@ -22,6 +22,7 @@ from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 
 MAX_RESTARTS = 100  # of one worker: a machine that ends it at every start does not keep the learner waiting for ever
+_ATTEMPTS = 4  # to start Ray here, which gives up after 30 seconds, on a machine that is busy
 _STORE_BYTES = 1 << 27  # Ray's own memory at least; it refuses less than 75 MB
 
 log = logging.getLogger(__name__)
@@ -209,6 +210,18 @@ def connect(address: str, *, workers: int, object_bytes: int) -> None:
         ray.init(address=address, log_to_driver=False)
         return
     memory = max(_STORE_BYTES, 6 * object_bytes)
-    ray.init(
-        address="local", num_cpus=workers, include_dashboard=False, object_store_memory=memory, log_to_driver=False
-    )
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=workers,
+                include_dashboard=False,
+                object_store_memory=memory,
+                log_to_driver=False,
+            )
+            return
+        except Exception as error:  # Ray raises no narrower one
+            if "timed out during startup" not in str(error) or not attempts_left:
+                raise
+            log.warning("Ray was not up in its 30 seconds; once more")
+            ray.shutdown()
