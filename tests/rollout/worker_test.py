@@ -6,14 +6,17 @@ import signal
 import subprocess
 import sys
 import time
+import types
 
 import msgspec
 import numpy as np
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine
 
+from mpo_jax.rollout import agent, worker
 from mpo_jax.rollout.agent import Limits
 from mpo_jax.rollout.worker import Rollout, Terms, run_groups, run_worker, stop_on_signals
+from mpo_jax.store import sqlite
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
@@ -245,11 +248,16 @@ def test_a_group_of_its_own_that_lapsed_during_a_long_turn_is_not_made_twice_at_
     assert [len({e.episode_id for e in group}) for group in groups] == [3] * 4
 
 
-def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_any(store):
+def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_any(store, monkeypatch):
     """Every third task never ends by itself: its groups are neither rarer nor smaller, and they hold nobody up."""
+    engine = ScriptedEngine(random_words, num_slots=9)
+    clock = types.SimpleNamespace(monotonic=lambda: len(engine.calls))
+    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(worker, "time", clock)
     made = rollout(
+        engine=engine,
         task_stream=lambda group_id: {"task": f"task {group_id % 3}", "turns": 10**9 if group_id % 3 == 1 else 1},
-        limits=Limits(group_seconds=0.05),
+        limits=Limits(group_seconds=2.5),
     )
     assert run_groups(made, store, 9) == 9
     groups = store.take(9, 0)
@@ -259,14 +267,16 @@ def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_an
         assert ends == ({("truncated", True)} if index % 3 == 1 else {("terminated", False)}) and len(group) == 3
 
 
-def test_a_slow_worker_holds_nobody_up(store, tmp_path):
+def test_a_slow_worker_holds_nobody_up(store, tmp_path, monkeypatch):
     """One has begun group 0 and is asleep in it; the other makes all, group 0 too, and the sleeper's comes too late."""
+    now = 1000.0
+    monkeypatch.setattr(sqlite, "time", types.SimpleNamespace(time=lambda: now))
     assert store.reserve("slow", 60.0) == 0
     fast = EpisodeStore(tmp_path / "episodes.sqlite")
-    terms = Terms(owner="fast", max_pending=3, straggler_seconds=0.2)
+    terms = Terms(owner="fast", max_pending=3, straggler_seconds=20.0)
     assert run_groups(rollout(), fast, 10, terms) == 2
     assert store.take(3, 0) is None
-    time.sleep(0.25)
+    now += 21
     assert run_groups(rollout(), fast, 10, terms) == 1
     expected = [e for group in store.take(3, 0) for e in group]
     store.add(0, [msgspec.structs.replace(e, versions=[9]) for e in expected[:3]])

@@ -6,10 +6,12 @@ import sqlite3
 import subprocess
 import sys
 import time
+import types
 
 import msgspec
 import pytest
 
+from mpo_jax.store import sqlite
 from mpo_jax.store.episode import Episode, InvalidEpisode
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
 
@@ -140,12 +142,15 @@ def test_a_gap_below_a_stored_group_is_given_out_whatever_the_limit(store):
     assert [store.reserve("a", 60.0, max_pending=1), store.reserve("a", 60.0, max_pending=1)] == [2, None]
 
 
-def test_a_group_that_takes_too_long_is_given_to_one_other_producer_at_a_time(store):
+def test_a_group_that_takes_too_long_is_given_to_one_other_producer_at_a_time(store, monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(sqlite, "time", types.SimpleNamespace(time=lambda: now))
+
     def reserve(owner):
-        return store.reserve(owner, 60.0, max_pending=2, straggler_seconds=0.2)
+        return store.reserve(owner, 60.0, max_pending=2, straggler_seconds=20.0)
 
     assert [reserve("a"), reserve("a"), reserve("b")] == [0, 1, None]
-    time.sleep(0.25)
+    now += 21
     assert [reserve("a"), reserve("b"), reserve("c"), reserve("d")] == [None, 0, 1, None]  # never its own again
     assert store.reserve("e", 60.0, max_pending=3) == 2  # two groups are in the making, however many make them
     store.release("a")
