@@ -120,12 +120,21 @@ def make_settings(config: ml_collections.ConfigDict) -> Settings:
             f"max_pending_groups={config.max_pending_groups} is less than groups_per_step={config.groups_per_step}: "
             "the worker would wait for the learner, and the learner for the worker"
         )
-    return Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
+    return Settings(
+        **{field.name: config[field.name] for field in dataclasses.fields(Settings) if field.name in config}
+    )
 
 
 def make_models(config: ml_collections.ConfigDict, model: Pretrained) -> Models:
-    """Graphs of policy and critic."""
-    return dataclasses.replace(Models.of(model.config), adapters=adapters.configured(config))
+    """Graphs of policy and critic.
+
+    Raises:
+      ValueError: experts to be replayed of a model that has none.
+    """
+    replay = "router_replay" in config and config.router_replay
+    if replay and not model.config.num_experts:
+        raise ValueError(f"router_replay: model={config.model} has no experts")
+    return dataclasses.replace(Models.of(model.config), adapters=adapters.configured(config), router_replay=replay)
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:

@@ -61,6 +61,7 @@ class Evaluation:
       final_values: float32[B,S], V of each sequence's whole prefix, for bootstrapping truncated ones.
       ref_logprobs: under the reference policy (equal to `logprobs` where the algorithm has none).
       privileged_logprobs: under the policy that also reads privileged hindsight (equal to `logprobs` where none).
+      experts: int32[B,T,L,k], those that the policy's L layers with experts used, where they are to be used again.
     """
 
     logprobs: Array
@@ -69,6 +70,7 @@ class Evaluation:
     final_values: Array
     ref_logprobs: Array
     privileged_logprobs: Array
+    experts: Array | None = None
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -81,6 +83,7 @@ class Targets:
       old_logprobs, old_values, ref_logprobs: frozen outputs of `Evaluation`.
       weights: aggregation of the policy loss over the global batch; the loss is Σ weights · loss.
       value_weights: the same for the value loss.
+      experts: int32[B,T,L,k], those that the policy has to use; None leaves the choice to its routers.
     """
 
     advantages: Array
@@ -90,3 +93,4 @@ class Targets:
     ref_logprobs: Array
     weights: Array
     value_weights: Array
+    experts: Array | None = None

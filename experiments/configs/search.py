@@ -32,6 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.epochs = 1
     config.minibatches = 4
     config.microbatches = 1
+    config.load_balancing = 0.0  # coefficient of the loss that spreads tokens over experts, where a model has some
+    config.router_replay = False  # an update uses the experts that were chosen when its batch was evaluated
     config.row_tokens = 384
     config.row_sequences = 8
     config.row_multiple = 16

@@ -82,6 +82,7 @@ def targets(algorithm: Algorithm, batch: Trajectories, evaluation: Evaluation) -
         ref_logprobs=masked(evaluation.ref_logprobs, mask),
         weights=masked(algorithm.weights(kept) * correction, kept.action_mask),
         value_weights=kernels.token_mean(mask, batch.turn_ids, batch.sequence_ids),
+        experts=evaluation.experts,
     )
     return jax.lax.stop_gradient(constants)
 

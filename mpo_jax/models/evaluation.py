@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 
 from mpo_jax.kernels import linear_logprobs
+from mpo_jax.models.moe import Routing
 from mpo_jax.models.transformer import Critic, Transformer, by_rows
 from mpo_jax.types import Array, Trajectories
 
@@ -17,7 +18,21 @@ def token_logprobs(model: Transformer, batch: Trajectories) -> tuple[Array, Arra
 
     Zero at the first token of a sequence and on padding.
     """
-    hidden, _ = model(batch.tokens, batch.positions, batch.sequence_ids)
+    return routed_logprobs(model, batch)[:2]
+
+
+def routed_logprobs(
+    model: Transformer, batch: Trajectories, experts: Array | None = None
+) -> tuple[Array, Array, Routing | None]:
+    """The same, and where the L layers with experts sent the tokens, leading axes [L,B,T]; None without experts.
+
+    Args:
+      model: the policy.
+      batch: to be read.
+      experts: int[B,T,L,k], experts to use; None leaves the choice to the routers.
+    """
+    replay = None if experts is None else jnp.moveaxis(experts, 2, 0)
+    hidden, _, routing = model.routed(batch.tokens, batch.positions, batch.sequence_ids, replay=replay)
     rows, length, width = hidden.shape
     hidden = by_rows(hidden[:, :-1].reshape(-1, width), "tensor")  # where heads are divided, tokens are here
     logprobs, entropy = linear_logprobs(hidden, model.head(), batch.tokens[:, 1:].reshape(-1))
@@ -27,7 +42,7 @@ def token_logprobs(model: Transformer, batch: Trajectories) -> tuple[Array, Arra
         x = jnp.where(unpredicted, 0.0, x.reshape(rows, length - 1))
         return jnp.pad(x, ((0, 0), (1, 0)))
 
-    return shift(logprobs), shift(entropy)
+    return shift(logprobs), shift(entropy), routing
 
 
 def prefix_values(critic: Critic, batch: Trajectories) -> tuple[Array, Array]:

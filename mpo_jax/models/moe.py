@@ -121,6 +121,15 @@ def router_metrics(routing: Routing, mask: Array) -> dict[str, Array]:
     }
 
 
+def router_terms(routing: Routing, mask: Array, num_tokens: Array) -> dict[str, Array]:
+    """`load_balancing_loss` and `router_metrics` of the tokens under mask[B,T], times their share of `num_tokens`.
+
+    So those of microbatches add up; but what counts as an expert's load is its load in one of them.
+    """
+    found = {"load_balancing_loss": load_balancing_loss(routing, mask)} | router_metrics(routing, mask)
+    return jax.tree.map(lambda x: x * jnp.sum(mask) / num_tokens, found)
+
+
 def _mean(x: Array, mask: Array) -> Array:
     """Of x[…,B,T,E] over the tokens under mask[B,T] and over layers."""
     mask = jnp.broadcast_to(mask, x.shape[:-1])[..., None]

@@ -37,6 +37,7 @@ class Settings:
       microbatches: parts whose gradients are added up within a gradient step.
       value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
       row_tokens, row_sequences, row_multiple: shape of the packed rows; see `batching.pack`.
+      load_balancing: coefficient of the load-balancing loss of a policy with experts.
       max_staleness: the highest lag of a batch's oldest weights, in versions; None = no bound.
       checkpoint_every, evaluate_every: in steps.
       seed: of the order of rows.
@@ -51,6 +52,7 @@ class Settings:
     row_tokens: int = 512
     row_sequences: int = 8
     row_multiple: int = 16
+    load_balancing: float = 0.0
     max_staleness: int | None = None
     checkpoint_every: int = 10
     evaluate_every: int = 10
@@ -83,7 +85,7 @@ class Learner:
         self.evaluate = make_evaluate(algorithm, models, settings.microbatches)
         self.targets = jax.jit(lambda batch, evaluation: algorithms.targets(algorithm, batch, evaluation))
         self.train_step = make_train_step(
-            algorithm, models, optimizers, settings.microbatches, num_minibatches=settings.minibatches
+            algorithm, models, optimizers, settings.microbatches, settings.minibatches, settings.load_balancing
         )
         self.diagnose = jax.jit(self._diagnose)
 
@@ -192,7 +194,8 @@ class Learner:
             found |= kernels.critic_diagnostics(
                 judged.values, targets.returns, mask, batch.turn_ids, batch.sequence_ids
             )
-        ratio = self.algorithm.ratio(self.models.logprobs(state.policy, part, state.base)[0], part_targets, part)
+        logprobs = self.models.routed(state.policy, part, state.base, part_targets.experts)[0]
+        ratio = self.algorithm.ratio(logprobs, part_targets, part)
         return found | kernels.ratio_diagnostics(
             ratio,
             part_targets.advantages,

@@ -98,7 +98,7 @@ def batch_shapes(mesh: Mesh, rows: int, tokens: int, sequences: int = 8) -> tupl
         raise ValueError(f"rows={rows} cannot be divided among the {sharding.row_shards(mesh)} places for rows")
 
     batch = empty(rows, tokens, sequences)
-    targets = Targets(**{field.name: batch.rewards for field in dataclasses.fields(Targets)})
+    targets = Targets(**{field.name: batch.rewards for field in dataclasses.fields(Targets) if field.name != "experts"})
     place = sharding.rows(mesh)
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (batch, targets))
 

@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from mpo_jax import algorithms
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.models import lora
-from mpo_jax.models.evaluation import prefix_values, token_logprobs
+from mpo_jax.models.evaluation import prefix_values, routed_logprobs
+from mpo_jax.models.moe import Routing, router_terms
 from mpo_jax.models.pretrained import critic_params
 from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
 from mpo_jax.training import sharding
@@ -55,12 +56,15 @@ class Models:
       compute_dtype: that parameters are cast to before use; they, their gradients' sums and the optimiser's state keep
         their own.
       adapters: what parameters that stand beside a base are.
+      router_replay: an update uses the experts that the policy chose when its batch was evaluated, so that a ratio
+        compares the same experts. See *Group Sequence Policy Optimization* (arXiv:2507.18071), section 5.3.
     """
 
     policy: nnx.GraphDef
     critic: nnx.GraphDef
     compute_dtype: DTypeLike = jnp.float32
     adapters: lora.LoraConfig | None = None
+    router_replay: bool = False
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "Models":
@@ -79,7 +83,13 @@ class Models:
 
     def logprobs(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
         """Log-probabilities and entropies [B,T] under policy parameters, or under adapters beside a base."""
-        return token_logprobs(nnx.merge(self.policy, self._cast(self._whole(base, params))), batch)
+        return self.routed(params, batch, base)[:2]
+
+    def routed(
+        self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None, experts: Array | None = None
+    ) -> tuple[Array, Array, Routing | None]:
+        """The same and the routing, with the experts [B,T,L,k] that must be used, if any."""
+        return routed_logprobs(nnx.merge(self.policy, self._cast(self._whole(base, params))), batch, experts)
 
     def values(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
         """Values [B,T] and final values [B,S] under critic parameters, or under adapters beside the policy's base."""
@@ -169,7 +179,7 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
     """The function (state, batch) -> `Evaluation`, evaluated a microbatch at a time."""
 
     def evaluate_rows(state: TrainState, batch: Trajectories) -> Evaluation:
-        logprobs, entropy = models.logprobs(state.policy, batch, state.base)
+        logprobs, entropy, routing = models.routed(state.policy, batch, state.base)
         values, final_values = jnp.zeros_like(logprobs), jnp.zeros(batch.group_ids.shape)
         if algorithm.value_loss is not None:
             values, final_values = models.values(state.critic, batch, state.base)
@@ -184,6 +194,7 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
             final_values=final_values,
             ref_logprobs=ref_logprobs,
             privileged_logprobs=logprobs,
+            experts=jnp.moveaxis(routing.experts, 0, 2) if models.router_replay else None,
         )
 
     def evaluate(state: TrainState, batch: Trajectories) -> Evaluation:
@@ -218,18 +229,29 @@ def accumulate(
 
 
 def make_train_step(
-    algorithm: Algorithm, models: Models, optimizers: Optimizers, num_microbatches: int = 1, num_minibatches: int = 1
+    algorithm: Algorithm,
+    models: Models,
+    optimizers: Optimizers,
+    num_microbatches: int = 1,
+    num_minibatches: int = 1,
+    load_balancing: float = 0.0,
 ) -> Callable:
     """The jitted function (state, batch, targets, update_policy) -> (state, metrics); the state is donated.
 
     Weights in `targets` sum over the whole batch of which this is one of `num_minibatches`: the loss is scaled by
     that number, so a minibatch's gradient estimates the batch's. `update_policy` is a traced flag: value pretraining
-    is the same compiled step with the policy left alone.
+    is the same compiled step with the policy left alone. `load_balancing` is the coefficient of the loss of that name,
+    for a policy with experts.
     """
 
-    def policy_objective(base, params, batch: Trajectories, targets: Targets):
-        loss, metrics = algorithms.policy_loss(algorithm, models.logprobs(params, batch, base)[0], batch, targets)
-        return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
+    def policy_objective(base, num_tokens, params, batch: Trajectories, targets: Targets):
+        logprobs, _, routing = models.routed(params, batch, base, targets.experts)
+        loss, metrics = algorithms.policy_loss(algorithm, logprobs, batch, targets)
+        loss, metrics = loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
+        if routing is not None:
+            found = router_terms(routing, batch.sequence_ids >= 0, num_tokens)
+            loss, metrics = loss + load_balancing * found["load_balancing_loss"], metrics | found
+        return loss, metrics
 
     def value_objective(base, params, batch: Trajectories, targets: Targets):
         values, _ = models.values(freeze(params, algorithm.critic_frozen), batch, base)
@@ -247,7 +269,8 @@ def make_train_step(
         return *kept, ~finite, metrics | {"grad_norm": norm}
 
     def step_policy(state: TrainState, base: nnx.State | None, data: tuple) -> tuple[TrainState, Metrics]:
-        objective = functools.partial(policy_objective, base)
+        num_tokens = jnp.maximum(jnp.sum(data[0].sequence_ids >= 0), 1)
+        objective = functools.partial(policy_objective, base, num_tokens)
         params, optimizer_state, skipped, metrics = gradient_step(
             objective, optimizers.policy, state.policy, state.policy_optimizer, data
         )

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from models import peers, tiny
-from mpo_jax.models.moe import Experts, Routing, expert_load, load_balancing_loss, route, router_metrics
+from mpo_jax.models.moe import Experts, Routing, expert_load, load_balancing_loss, route, router_metrics, router_terms
 
 LOGITS = np.array([[2.0, 1.0, 0.0, -1.0]], np.float32)
 CONFIG = tiny.config(num_layers=3, num_experts=4, experts_per_token=2, expert_width=8, dense_layers=(1,))
@@ -126,3 +126,14 @@ def test_load_and_metrics_of_an_even_and_of_a_collapsed_router():
     found = router_metrics(collapsed, mask)
     np.testing.assert_allclose([found["max_load"], found["idle_experts"]], [2.0, 0.5])  # load 1, 1, 0, 0; mean ½
     np.testing.assert_allclose(load_balancing_loss(collapsed, mask), 4.0, rtol=1e-6)  # 4 · (1 · ½ + 1 · ½)
+
+
+def test_terms_of_microbatches_add_up_where_the_load_is_the_same():
+    mask = np.array([[True, True, True, False], [True, False, False, False]])  # 3 and 1 of 4 tokens
+    probabilities = jax.nn.softmax(np.random.default_rng(0).normal(size=(1, 2, 4, 4)).astype(np.float32))
+    experts = np.broadcast_to(np.array([0, 1]), (1, 2, 4, 2))
+    whole = router_terms(Routing(probabilities=probabilities, experts=experts), mask, np.asarray(4))
+    halves = [Routing(probabilities=probabilities[:, [b]], experts=experts[:, [b]]) for b in (0, 1)]
+    parts = [router_terms(half, mask[[b]], np.asarray(4)) for b, half in enumerate(halves)]
+    for name, x in whole.items():
+        np.testing.assert_allclose(parts[0][name] + parts[1][name], x, rtol=1e-6, err_msg=name)
