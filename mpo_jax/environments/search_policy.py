@@ -93,7 +93,7 @@ class ScriptedPolicy:
         misread = shown and self._rng.random() < self.noise
         action = self._misread(shown) if misread else self._proceed(shown)
         if self._rng.random() < self.noise:
-            action = self._misact(observation, shown)
+            action = self._misact(shown)
         self._last = action
         return action
 
@@ -165,17 +165,15 @@ class ScriptedPolicy:
         too_early = self._rng.random() < 0.3
         return f"answer {country}" if too_early or self._step == len(self._hops) else self._search()
 
-    def _misact(self, observation: str, shown: list[Shown]) -> str:
-        """Asks for another field, answers with any words seen, opens any hit, or repeats itself."""
+    def _misact(self, shown: list[Shown]) -> str:
+        """Asks for another field, answers with a country shown, opens any hit, or repeats itself."""
         hits = [field.number for field in shown if field.number]
-        kinds = {"field": 3 if self._step < len(self._hops) else 0, "span": 2, "hit": 1 if hits else 0, "repeat": 1}
+        kinds = {"field": 3 if self._step < len(self._hops) else 0, "hasty": 2, "hit": 1 if hits else 0, "repeat": 1}
         (kind,) = self._rng.choices(list(kinds), list(kinds.values()))
         if kind == "field":
             return self._wrong_field()
-        if kind == "span":
-            words = observation.split()
-            start = self._rng.randrange(len(words))
-            return f"answer {' '.join(words[start : start + self._rng.randint(1, 3)])}"
+        if kind == "hasty":
+            return f"answer {self._rng.choice(shown).country if shown else 'unknown'}"
         return f"open {self._rng.choice(hits)}" if kind == "hit" else self._last
 
     def _wrong_field(self) -> str:
