@@ -21,7 +21,7 @@ from mpo_jax.training.dense import Shaping
 from mpo_jax.training.hindsight import Guidance, privileged_logprobs
 from mpo_jax.training.metrics import MetricsLog
 from mpo_jax.training.profiling import Stopwatch, throughput
-from mpo_jax.training.step import Models, Optimizers, TrainState, make_evaluate, make_train_step
+from mpo_jax.training.step import Models, Optimizers, TrainState, judge_critic, make_evaluate, make_train_step
 from mpo_jax.types import Evaluation, Targets, Trajectories
 
 
@@ -38,6 +38,8 @@ class Settings:
       value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
       row_tokens, row_sequences, row_multiple: shape of the packed rows; see `batching.pack`.
       load_balancing: coefficient of the load-balancing loss of a policy with experts.
+      critic_patience: measurements in a row without a better explained variance on held-out episodes after which the
+        critic is left alone; None = never.
       max_staleness: the highest lag of a batch's oldest weights, in versions; None = no bound.
       checkpoint_every, evaluate_every: in steps.
       seed: of the order of rows.
@@ -49,6 +51,7 @@ class Settings:
     minibatches: int = 4
     microbatches: int = 1
     value_pretraining_steps: int = 0
+    critic_patience: int | None = None
     row_tokens: int = 512
     row_sequences: int = 8
     row_multiple: int = 16
@@ -85,7 +88,13 @@ class Learner:
         self.evaluate = make_evaluate(algorithm, models, settings.microbatches)
         self.targets = jax.jit(lambda batch, evaluation: algorithms.targets(algorithm, batch, evaluation))
         self.train_step = make_train_step(
-            algorithm, models, optimizers, settings.microbatches, settings.minibatches, settings.load_balancing
+            algorithm,
+            models,
+            optimizers,
+            settings.microbatches,
+            settings.minibatches,
+            settings.load_balancing,
+            settings.critic_patience,
         )
         self.diagnose = jax.jit(self._diagnose)
 
@@ -188,6 +197,7 @@ class Learner:
         found = {
             "entropy": masked_mean(judged.entropy, mask),
             "skipped_updates": state.skipped,
+            "critic_stale": state.critic_stale,
             "nonfinite_rewards": algorithms.drop_nonfinite(batch)[1],
         }
         if self.algorithm.value_loss is not None:
@@ -281,6 +291,8 @@ def learn(
         start, watch = time.monotonic(), Stopwatch()
         with watch("evaluation"):
             extra = evaluate(state) if step % s.evaluate_every == 0 else {}
+            if "explained_variance_held_out" in extra:
+                state = judge_critic(state, extra["explained_variance_held_out"])
         with metrics_log.traced(step):
             with watch("wait"):
                 while (groups := learner.take(store, step)) is None and not should_stop():

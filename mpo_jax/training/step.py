@@ -33,6 +33,8 @@ class TrainState:
       policy, critic, reference: parameters (critic and reference are None where the algorithm has none).
       policy_optimizer, critic_optimizer: optax states.
       skipped: int32, updates refused because a loss or a gradient was not finite.
+      critic_best, critic_stale: float32 and int32, the best explained variance of the critic on held-out episodes, and
+        how many measurements since have not exceeded it.
       base: the policy's frozen parameters where policy and critic are adapters beside them, and the reference, which is
         then None; None where all parameters are trained.
     """
@@ -44,6 +46,8 @@ class TrainState:
     policy_optimizer: optax.OptState
     critic_optimizer: optax.OptState | None
     skipped: Array
+    critic_best: Array
+    critic_stale: Array
     base: nnx.State | None = None
 
 
@@ -161,7 +165,18 @@ def initial_state(
         policy_optimizer=optimizers.policy.init(policy),
         critic_optimizer=None if critic is None else optimizers.critic.init(critic),
         skipped=jnp.int32(0),
+        critic_best=jnp.float32(-jnp.inf),
+        critic_stale=jnp.int32(0),
         base=base,
+    )
+
+
+def judge_critic(state: TrainState, explained_variance: float) -> TrainState:
+    """Notes what the critic explains of held-out episodes: a critic that memorises explains ever less of them."""
+    better = explained_variance > state.critic_best
+    return state.replace(
+        critic_best=jnp.where(better, jnp.float32(explained_variance), state.critic_best),
+        critic_stale=jnp.where(better, 0, state.critic_stale + 1),
     )
 
 
@@ -235,13 +250,15 @@ def make_train_step(
     num_microbatches: int = 1,
     num_minibatches: int = 1,
     load_balancing: float = 0.0,
+    critic_patience: int | None = None,
 ) -> Callable:
     """The jitted function (state, batch, targets, update_policy) -> (state, metrics); the state is donated.
 
     Weights in `targets` sum over the whole batch of which this is one of `num_minibatches`: the loss is scaled by
     that number, so a minibatch's gradient estimates the batch's. `update_policy` is a traced flag: value pretraining
-    is the same compiled step with the policy left alone. `load_balancing` is the coefficient of the loss of that name,
-    for a policy with experts.
+    is the same compiled step with the policy left alone. So is the critic once its state is `critic_patience`
+    measurements stale. Metrics of what is left alone are 0. `load_balancing` is the coefficient of the loss of that
+    name, for a policy with experts.
     """
 
     def policy_objective(base, num_tokens, params, batch: Trajectories, targets: Targets):
@@ -285,15 +302,20 @@ def make_train_step(
         state = state.replace(critic=params, critic_optimizer=optimizer_state, skipped=state.skipped + skipped)
         return state, metrics | {"value_grad_norm": metrics["grad_norm"]}
 
+    def step_if(flag: Array, step: Callable, state: TrainState, base: nnx.State | None, data: tuple):
+        _, shapes = jax.eval_shape(step, state, base, data)
+        idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+        return jax.lax.cond(flag, step, lambda state, *_: (state, idle), state, base, data)
+
     def train_step(state: TrainState, batch: Trajectories, targets: Targets, update_policy: Array):
         base, data, value_metrics = state.base, (batch, targets), {}
         state = state.replace(base=None)  # read by what follows, but carried through none of it
-        if algorithm.value_loss is not None:
-            for _ in range(algorithm.critic_updates):
+        for _ in range(algorithm.critic_updates if algorithm.value_loss is not None else 0):
+            if critic_patience is None:
                 state, value_metrics = step_critic(state, base, data)
-        _, shapes = jax.eval_shape(step_policy, state, base, data)
-        idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        state, metrics = jax.lax.cond(update_policy, step_policy, lambda state, *_: (state, idle), state, base, data)
+            else:
+                state, value_metrics = step_if(state.critic_stale < critic_patience, step_critic, state, base, data)
+        state, metrics = step_if(update_policy, step_policy, state, base, data)
         return sharding.constrained(state.replace(base=base)), value_metrics | metrics
 
     return jax.jit(train_step, donate_argnums=0)

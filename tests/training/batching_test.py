@@ -248,6 +248,7 @@ def update(algorithm_name, layout_name, num_microbatches=1):
     state = TrainState(
         step=jnp.int32(0), policy=policy, critic=critic, reference=tiny.stirred(policy, 3, 0.05),
         policy_optimizer=(), critic_optimizer=(), skipped=jnp.int32(0),
+        critic_best=jnp.float32(0), critic_stale=jnp.int32(0),
     )  # fmt: skip
     moved, moved_critic = tiny.stirred(policy, 4, 0.01), tiny.stirred(critic, 5, 0.1)
     evaluate = make_evaluate(algorithm, built, num_microbatches)

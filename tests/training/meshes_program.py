@@ -71,6 +71,8 @@ def three_steps(name, sizes, microbatches):
         policy_optimizer=adam.policy.init(params),
         critic_optimizer=adam.critic.init(critic_params) if has_critic else None,
         skipped=jnp.int32(0),
+        critic_best=jnp.float32(0.0),
+        critic_stale=jnp.int32(0),
     )
     mesh = jax.set_mesh(sharding.make_mesh(**sizes)) if sizes else contextlib.nullcontext()
     with mesh:

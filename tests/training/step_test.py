@@ -11,7 +11,7 @@ import pytest
 
 from mpo_jax.algorithms import ALGORITHMS
 from mpo_jax.models import weights
-from mpo_jax.training.step import Optimizers, make_evaluate, make_train_step
+from mpo_jax.training.step import Optimizers, judge_critic, make_evaluate, make_train_step
 from training import runs
 
 
@@ -88,6 +88,22 @@ def test_without_the_policy_the_critic_alone_is_trained_and_its_loss_falls(algor
     assert not runs.equal(state.critic, first.critic)
     assert losses[-1] < losses[0]
     assert all(later < earlier for earlier, later in itertools.pairwise(losses[:4]))
+
+
+def test_a_critic_that_explains_less_and_less_is_left_alone_and_the_policy_is_not():
+    learner, state, batch, targets = ready("mpo", minibatches=1, critic_patience=2)
+    for explained, stale in ((0.1, 0), (0.3, 0), (0.3, 1), (0.2, 2)):  # only what exceeds the best so far is a gain
+        state = judge_critic(state, explained)
+        assert int(state.critic_stale) == stale
+    assert float(state.critic_best) == pytest.approx(0.3)
+    first = runs.frozen(state)
+    state, metrics = learner.train_step(state, batch, targets, True)
+    assert runs.equal(state.critic, first.critic)
+    assert runs.equal(state.critic_optimizer, first.critic_optimizer)
+    assert not runs.equal(state.policy, first.policy)
+    assert metrics["value_grad_norm"] == 0 < metrics["grad_norm"]
+    state, _ = learner.train_step(judge_critic(state, 0.4), batch, targets, True)
+    assert not runs.equal(state.critic, first.critic)
 
 
 @pytest.mark.parametrize("algorithm", ["mpo", "gspo"])
