@@ -38,7 +38,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.row_sequences = 8
     config.row_multiple = 16
     config.value_pretraining_steps = 8
-    config.critic_patience = config_dict.placeholder(int)
     config.critic_patience = 2  # evaluations without gain in held-out explained variance that end the critic's training
 
     # Copying is delicate: a run at 6e-4 unlearnt to end its turns and stayed at .5 of training questions.
