@@ -1,12 +1,14 @@
 r"""Makes the warm start: a tiny transformer that imitates a scripted policy, and in the end its mistakes.
 
     python -m experiments.pretrain --output=runs/a
-    python -m experiments.pretrain --init=runs/a --output=runs/b --noise=0.12 --steps=250 --learning_rate=1e-3
+    python -m experiments.pretrain --init=runs/a --output=runs/b --steps=1500 --learning_rate=2e-3
+    python -m experiments.pretrain --init=runs/b --output=runs/c --noise=0.14 --steps=250 --learning_rate=1e-3
 
-made the packaged `mpo_jax/models/data/search_tiny` (runs/b) in about 42 minutes on one CPU core. The first learns to
+made the packaged `mpo_jax/models/data/search_tiny` (runs/c) in 60 minutes on two busy CPU cores. The first learns to
 copy, then to imitate the policy without its noise, mostly over made-up names: to read out a value that it has never
-seen is the hard part, which mistakes to imitate would hide. The second learns mistakes, which leave reinforcement
-learning its part.
+seen is the hard part, which mistakes to imitate would hide. The second goes on with internet codes that are answered as
+they are written, with their dot, which the policy left out when the first was made. The third learns mistakes, which
+leave reinforcement learning its part.
 """
 
 import dataclasses
@@ -24,7 +26,7 @@ from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write config, tokenizer and weights to.", required=True)
-STEPS = flags.DEFINE_integer("steps", 3500, "Gradient steps.")
+STEPS = flags.DEFINE_integer("steps", 9000, "Gradient steps.")
 ROWS = flags.DEFINE_integer("rows", 8, "Rows of a batch.")
 ROW_TOKENS = flags.DEFINE_integer("row_tokens", 384, "Tokens of a row.")
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The highest.")

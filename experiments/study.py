@@ -5,7 +5,8 @@ r"""Does Progress Advantage tell our agents' successes from their failures? Newe
 
 Each policy plays held-out questions, and its episodes are scored under it and the warm start, next to every baseline.
 Results lie in OUTPUT.json by seed and number of steps, and are added to; OUTPUT.md is the table. A run's folder keeps
-its newest policies only: for several, train with --config.num_steps=25, study that, and go on with 50.
+its newest policies only: for several, train with --config.num_steps=25 --config.rate_decay=constant, study that, and
+go on with 50.
 """
 
 import json

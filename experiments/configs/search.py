@@ -37,18 +37,18 @@ def get_config() -> ml_collections.ConfigDict:
     config.row_tokens = 384
     config.row_sequences = 8
     config.row_multiple = 16
-    config.value_pretraining_steps = 8
+    config.value_pretraining_steps = 4
     config.critic_patience = 2  # evaluations without gain in held-out explained variance that end the critic's training
 
     # Copying is delicate: a run at 6e-4 unlearnt to end its turns and stayed at .5 of training questions.
-    config.learning_rate = 1.5e-4
+    config.learning_rate = 2e-4
     config.critic_learning_rate = 6e-4
     config.max_grad_norm = 1.0
     config.adam_b2 = 0.99
     config.optimizer = "adam"  # or adamw, muon
     config.weight_decay = 0.0
     config.warmup_updates = 0
-    config.rate_decay = "constant"  # or cosine, linear: to 0 at num_steps
+    config.rate_decay = "linear"  # to 0 at num_steps, which a longer run moves; or cosine, constant
 
     # Low-rank adapters in place of the parameters; the reference is then what they stand beside.
     config.lora = ml_collections.ConfigDict()

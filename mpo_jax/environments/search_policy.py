@@ -150,8 +150,9 @@ class ScriptedPolicy:
 
     def _answer(self) -> str:
         """The last value, or the country that has more of what is compared."""
-        if self._hops[-1].relation not in QUANTITIES:
-            return self._found[-1][1]
+        relation, value = self._hops[-1].relation, self._found[-1][1]
+        if relation not in QUANTITIES:
+            return f".{value}" if relation == "internet code" else value  # as it is written there: easier to copy
         amounts = {c: quantity(v) for (c, v), hop in zip(self._found, self._hops, strict=True) if not hop.identifies}
         return max(amounts, key=amounts.get)
 

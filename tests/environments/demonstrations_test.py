@@ -37,7 +37,8 @@ def test_rename_is_consistent():
         plain = demonstrate(question, ScriptedPolicy(), SearchEnvironment())
         changed = demonstrate(question, ScriptedPolicy(), SearchEnvironment(), rename)
         assert changed == [(renamed(seen, rename), renamed(done, rename)) for seen, done in plain]
-        assert changed[-1][1] == f"answer {rename[question.answer]}"
+        answered = changed[-1][1].replace("answer .", "answer ")  # an internet code is written .fr
+        assert answered == f"answer {rename[question.answer]}"
         text = "\n".join(seen + "\n" + done for seen, done in changed)
         assert not any(
             re.search(rf"(?<!\w){re.escape(old)}(?!\w)", text) for old in rename if old.isalpha() and len(old) > 3

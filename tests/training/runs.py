@@ -63,6 +63,7 @@ SMALL = {
     "minibatches": 2,
     "row_multiple": 4,
     "value_pretraining_steps": 1,
+    "rate_decay": "constant",  # so that a run may go on beyond its first num_steps
     "num_slots": 4,
     "turn_limit": 3,
     "max_turn_tokens": 8,
