@@ -19,7 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.model = "search_tiny"  # a packaged model, a folder that experiments.pretrain wrote, or one of Hugging Face
     config.system = ""  # what a language model is told before the first observation
 
-    config.num_steps = 100
+    config.num_steps = 60
     config.episodes_per_step = 128
     config.group_size = config_dict.placeholder(int)  # by default the algorithm's own: 1 with a critic, else 8 or 16
     config.groups_per_step = config_dict.placeholder(int)  # by default episodes_per_step / group_size
