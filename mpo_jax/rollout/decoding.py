@@ -45,17 +45,18 @@ class Decoding:
         return (self.temperature, self.top_k, self.top_p) == (1.0, 0, 1.0)
 
 
+BLOCK = 64  # ids whose probabilities `draw` adds up at once
 EXACT = Decoding()
 GREEDY = Decoding(temperature=0.0)
 
 
 def reshape(logprobs: Array, temperature: Array, top_k: Array, top_p: Array) -> Array:
-    """Log-probabilities [B,V], not normalised, of what may be drawn: tempered, then cut by top_k, then by top_p.
+    """Log-probabilities [B,V], up to a constant a row, of what may be drawn: tempered, then cut by top_k, then top_p.
 
     See *The Curious Case of Neural Text Degeneration* (arXiv:1904.09751), section 3.1, for top_p.
 
     Args:
-      logprobs: float32[B,V], the policy's.
+      logprobs: float32[B,V], the policy's, up to a constant a row.
       temperature: float32[B].
       top_k: int32[B].
       top_p: float32[B].
@@ -89,6 +90,8 @@ def _cut(logprobs: Array, top_k: Array, top_p: Array) -> Array:
 def draw(logprobs: Array, seeds: Array, positions: Array) -> Array:
     """One id a row: the inverse of the cumulative distribution at one uniform number of the row's seed and position.
 
+    It is inverted over sums of blocks of ids first, then within a block: running sums over a vocabulary are slow.
+
     Args:
       logprobs: float32[B,V], up to a constant a row.
       seeds: uint32[B], of the episodes.
@@ -99,6 +102,21 @@ def draw(logprobs: Array, seeds: Array, positions: Array) -> Array:
     """
     keys = jax.vmap(jax.random.key)(seeds)
     uniform = jax.vmap(lambda key, position: jax.random.uniform(jax.random.fold_in(key, position)))(keys, positions)
-    cumulative = jnp.cumsum(jnp.exp(logprobs), axis=-1)
-    below = cumulative <= uniform[:, None] * cumulative[:, -1:]
-    return jnp.minimum(below.sum(axis=-1), logprobs.shape[-1] - 1).astype(jnp.int32)
+    number, vocabulary = logprobs.shape
+    p = jnp.exp(logprobs - jnp.max(logprobs, axis=-1, keepdims=True))
+    p = jnp.pad(p, ((0, 0), (0, -vocabulary % BLOCK))).reshape(number, -1, BLOCK)
+    sums = p.sum(axis=-1)
+    cumulative = jnp.cumsum(sums, axis=-1)
+    target = uniform[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, sums, target)
+    before = jnp.take_along_axis(cumulative - sums, block, axis=-1)
+    inside = jnp.take_along_axis(p, block[:, :, None], axis=1)[:, 0]
+    place = _first_above(jnp.cumsum(inside, axis=-1), inside, target - before)
+    return (block * BLOCK + place)[:, 0].astype(jnp.int32)
+
+
+def _first_above(cumulative: Array, masses: Array, target: Array) -> Array:
+    """int[B,1]: the first place with a running sum above target[B,1]; the last with mass where rounding leaves none."""
+    places = jnp.arange(masses.shape[-1])[None, :]
+    last = jnp.max(jnp.where(masses > 0, places, 0), axis=-1, keepdims=True)
+    return jnp.minimum(jnp.sum(cumulative <= target, axis=-1, keepdims=True), last)

@@ -72,6 +72,24 @@ def test_bug_091_what_is_cut_off_is_never_drawn_and_the_rest_follows_its_distrib
     assert ((counts - expected)[kept] ** 2 / expected[kept]).sum() < 13.82
 
 
+def test_a_draw_is_the_inverse_of_the_running_sum_over_a_vocabulary_of_several_blocks():
+    # Ids 64 to 127 and those from 190 on cannot be drawn: a block without mass, and a last one that ends without any.
+    n, vocabulary = 300, 200
+    logits = np.random.default_rng(0).normal(size=(n, vocabulary)).astype(np.float32)
+    logits[:, 64:128], logits[:, 190:] = -np.inf, -np.inf
+    seeds, positions = np.arange(n, dtype=np.uint32), np.full(n, 5, np.int32)
+    keys = jax.vmap(lambda seed: jax.random.fold_in(jax.random.key(seed), 5))(seeds)
+    uniform = np.asarray(jax.vmap(jax.random.uniform)(keys), np.float64)
+    cumulative = np.cumsum(np.exp(logits.astype(np.float64)), axis=-1)
+    found = np.asarray(drawn(logits, seeds, positions))
+    share = cumulative / cumulative[:, -1:]
+    upper = np.take_along_axis(share, found[:, None], axis=-1)[:, 0]
+    lower = np.where(found > 0, np.take_along_axis(share, np.maximum(found - 1, 0)[:, None], axis=-1)[:, 0], 0.0)
+    assert np.all((lower - 1e-6 <= uniform) & (uniform <= upper + 1e-6)) and np.all(upper > lower)
+    assert len(set(found.tolist())) > 80
+    np.testing.assert_array_equal(drawn(logits + 100, seeds, positions), found)  # a constant a row changes nothing
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
