@@ -124,6 +124,21 @@ def test_a_run_repeats_bit_for_bit_and_goes_on_as_if_it_had_never_stopped(run, t
     assert np.isfinite(summary["success_train"] + summary["success_held_out"]).all()
 
 
+def test_the_learner_refuses_ids_that_its_model_does_not_know(run, tmp_path, monkeypatch):
+    """Another program, which knows no vocabulary, has added such a record: it is put aside and never trained on."""
+
+    def learn(learner, state, store, *rest, **named):
+        foreign = runs.make_episode(0, 0, [[runs.model().config.vocab_size]], [1.0])
+        EpisodeStore(store.path).add(0, [foreign])
+        assert store.take(1, 0) is None
+        ((group, member, reason),) = store.quarantined()
+        assert (group, member) == (0, 0) and "tokens of length 5 is wrong at index 3: expected ids in 0..399" in reason
+        return state
+
+    monkeypatch.setattr(train, "learn", learn)
+    assert "stopped" in run(tmp_path / "run")
+
+
 @pytest.mark.slow
 def test_a_run_on_ray_outlives_the_kill_of_a_worker(run, cache, tmp_path, monkeypatch):
     """The killed worker's groups are made again: 2 steps train on groups 0..3, each whole and once."""
