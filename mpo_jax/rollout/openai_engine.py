@@ -6,6 +6,7 @@ What such servers say of the ids that they sampled differs. Three ways are read:
 """
 
 import concurrent.futures
+import dataclasses
 import json
 import logging
 import math
@@ -25,6 +26,30 @@ class EngineRefused(RuntimeError):
     """The server cannot be trained with, or does not answer; the message names it and what was expected."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Where turns are sampled.
+
+    Attributes:
+      url: up to and including `/v1`.
+      model: the server's name of it.
+      vocab_size: an id from it on in an answer is refused.
+      stop_ids: ids that end a turn, the template's end of turn the first.
+      key: sent as a bearer token.
+      weights_path: version to the file or folder of its weights as the server sees it, for servers that have
+        `POST /update_weights_from_disk` (SGLang, `experiments.serve`); None where the weights stay as they are.
+      timeout: seconds for one turn.
+    """
+
+    url: str
+    model: str
+    vocab_size: int
+    stop_ids: tuple[int, ...]
+    key: str | None = None
+    weights_path: Callable[[int], str] | None = None
+    timeout: float = 600.0
+
+
 class OpenAIEngine:
     """Samples turns on a server; each request holds its whole context, of which the server caches what it can.
 
@@ -40,40 +65,15 @@ class OpenAIEngine:
 
     exact = True
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str,
-        num_slots: int,
-        context_length: int,
-        max_turn_tokens: int,
-        vocab_size: int,
-        stop_ids: tuple[int, ...],
-        key: str | None = None,
-        weights_path: Callable[[int], str] | None = None,
-        timeout: float = 600.0,
-    ):
-        """Connects to nothing yet.
-
-        Args:
-          url: up to and including `/v1`.
-          model: the server's name of it.
-          num_slots, context_length, max_turn_tokens: see above.
-          vocab_size: an id from it on in an answer is refused.
-          stop_ids: ids that end a turn, the template's end of turn the first.
-          key: sent as a bearer token.
-          weights_path: version to the file or folder of its weights as the server sees it, for servers that have
-            `POST /update_weights_from_disk` (SGLang, `experiments.serve`); None where the weights stay as they are.
-          timeout: seconds for one turn.
-        """
-        self.url, self.model, self.num_slots = url.rstrip("/"), model, num_slots
+    def __init__(self, server: Server, *, num_slots: int, context_length: int, max_turn_tokens: int):
+        """Connects to nothing yet; the arguments are told above."""
+        self.server, self.num_slots, self.version = server, num_slots, 0
         self.context_length, self.max_turn_tokens = context_length, max_turn_tokens
-        self.vocab_size, self.stop_ids, self.weights_path, self.version = vocab_size, stop_ids, weights_path, 0
+        self._url, key = server.url.rstrip("/"), server.key
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # A turn that was lost on the way can be asked for again: its seed and context make it the same turn.
         retries = urllib3.Retry(3, backoff_factor=0.5, status_forcelist=(502, 503, 504), allowed_methods=None)
-        self._http = urllib3.PoolManager(num_slots, headers=headers, timeout=timeout, retries=retries)
+        self._http = urllib3.PoolManager(num_slots, headers=headers, timeout=server.timeout, retries=retries)
         self._threads = concurrent.futures.ThreadPoolExecutor(num_slots, thread_name_prefix="engine")
         self._contexts: dict[int, list[int]] = {}
         self._under_way: dict[int, concurrent.futures.Future] = {}
@@ -111,10 +111,10 @@ class OpenAIEngine:
         Raises:
           EngineRefused: it has no way to, or failed.
         """
-        if self.weights_path is None:
-            raise EngineRefused(f"{self.url}: no way to give it weights of version {version}: no weights_path is set")
-        root = self.url.removesuffix("/v1")
-        answer = self._post(f"{root}/update_weights_from_disk", {"model_path": self.weights_path(version)})
+        if self.server.weights_path is None:
+            raise EngineRefused(f"{self._url}: no way to give it weights of version {version}: no weights_path is set")
+        root = self._url.removesuffix("/v1")
+        answer = self._post(f"{root}/update_weights_from_disk", {"model_path": self.server.weights_path(version)})
         if not answer.get("success", False):
             raise EngineRefused(f"{root}: it did not take weights of version {version}: {answer}")
         self.version = version
@@ -122,20 +122,20 @@ class OpenAIEngine:
     def _turn(self, context: list[int], seed: int) -> Generation:
         limit = min(self.max_turn_tokens, self.context_length - len(context))
         request = {
-            "model": self.model,
+            "model": self.server.model,
             "prompt": context,
             "max_tokens": limit,
             "seed": seed & 0x7FFFFFFF,
             "logprobs": 1,
-            "stop_token_ids": list(self.stop_ids),
+            "stop_token_ids": list(self.server.stop_ids),
             # The policy itself, whatever the server or the model's own settings would like better.
             "temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "presence_penalty": 0.0,
             "frequency_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0,
             # Ids as each kind of server gives them.
             "return_token_ids": True, "return_tokens_as_token_ids": True, "skip_special_tokens": False,
         }  # fmt: skip
-        answer = self._post(f"{self.url}/completions", request)
-        return read_completion(answer, context, limit, self.vocab_size, self.stop_ids, server=self.url)
+        answer = self._post(f"{self._url}/completions", request)
+        return read_completion(answer, context, limit, self.server.vocab_size, self.server.stop_ids, server=self._url)
 
     def _post(self, url: str, body: dict) -> dict:
         try:

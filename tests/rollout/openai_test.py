@@ -19,7 +19,7 @@ from training import runs
 
 from mpo_jax.rollout.batcher import Batcher
 from mpo_jax.rollout.engine import Sampler
-from mpo_jax.rollout.openai_engine import EngineRefused, OpenAIEngine, read_completion
+from mpo_jax.rollout.openai_engine import EngineRefused, OpenAIEngine, Server, read_completion
 from mpo_jax.rollout.openai_server import Service, make_app, serve
 from mpo_jax.rollout.protocol import Engine
 
@@ -87,15 +87,9 @@ def first_weights(server):
     server.service.batcher.engine.load(runs.model().params, 0)
 
 
-def client(server, **options):
-    options = {
-        "model": "tiny",
-        "num_slots": 3,
-        "context_length": 64,
-        "max_turn_tokens": 12,
-        "vocab_size": 400,
-    } | options
-    return OpenAIEngine(f"{server.root}/v1", stop_ids=(runs.END,), **options)
+def client(server, num_slots=3, **options):
+    there = Server(f"{server.root}/v1", **{"model": "tiny", "vocab_size": 400, "stop_ids": (runs.END,)} | options)
+    return OpenAIEngine(there, num_slots=num_slots, context_length=64, max_turn_tokens=12)
 
 
 def all_turns(engine, new_tokens, seeds):
@@ -336,8 +330,8 @@ def test_any_choice_is_a_turn_or_a_refusal(choice):
 def test_a_server_that_is_not_there_is_named_within_seconds():
     socket, port = bind_unused_port()
     socket.close()
-    engine = OpenAIEngine(f"http://127.0.0.1:{port}/v1", model="", num_slots=1, context_length=9, max_turn_tokens=2,
-                          vocab_size=9, stop_ids=(3,))  # fmt: skip
+    nowhere = Server(f"http://127.0.0.1:{port}/v1", model="", vocab_size=9, stop_ids=(3,))
+    engine = OpenAIEngine(nowhere, num_slots=1, context_length=9, max_turn_tokens=2)
     start = time.monotonic()
     with pytest.raises(EngineRefused, match=f"127.0.0.1:{port}/v1/completions: no answer"):
         engine.generate({0: [1]}, {0: 1})
@@ -354,8 +348,8 @@ def test_llama_cpp_serves_a_real_model_as_an_engine():
     params.model.path = str(next(pathlib.Path(spec.submodule_search_locations[0]).glob("*.gguf")))
     params.n_ctx, params.n_parallel, params.cpuparams.n_threads = 512, 2, 1
     server = xllamacpp.Server(params)
-    engine = OpenAIEngine(f"{server.listening_address}/v1", model="smollm2", num_slots=2, context_length=200,
-                          max_turn_tokens=12, vocab_size=49152, stop_ids=(2, 0))  # fmt: skip
+    there = Server(f"{server.listening_address}/v1", model="smollm2", vocab_size=49152, stop_ids=(2, 0))
+    engine = OpenAIEngine(there, num_slots=2, context_length=200, max_turn_tokens=12)
     # <|im_start|>user The capital of France is<|im_end|> <|im_start|>assistant
     prompt = [1, 4093, 198, 504, 3575, 282, 4649, 314, 2, 198, 1, 520, 9531, 198]
     first = all_turns(engine, {0: prompt, 1: prompt}, {0: 1, 1: 2})
