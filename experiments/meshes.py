@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from experiments import parts
 from experiments.configs import search
 from mpo_jax.algorithms import Algorithm
-from mpo_jax.models.transformer import MESH_AXES, TransformerConfig
+from mpo_jax.models.mesh import MESH_AXES
+from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.models.weights import shapes
 from mpo_jax.training import plan, sharding
 from mpo_jax.training.step import Models, initial_state, make_train_step

@@ -3,8 +3,9 @@
 import jax.numpy as jnp
 
 from mpo_jax.kernels import linear_logprobs
+from mpo_jax.models.mesh import by_rows
 from mpo_jax.models.moe import Routing
-from mpo_jax.models.transformer import Critic, Transformer, by_rows
+from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.types import Array, Trajectories
 
 

@@ -1,11 +1,16 @@
 """A mixture of experts: top-k routing, grouped matrix products, and what keeps the load even."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 from mpo_jax.models.config import TransformerConfig
+from mpo_jax.models.grouped import grouped_dot, permuted, sorted_places
+from mpo_jax.models.mesh import ROWS
 from mpo_jax.types import Array
 
 
@@ -52,8 +57,9 @@ def route(
 class Experts(nnx.Module):
     """SwiGLU experts behind a router: y = Σ_{e ∈ top k} w_e down_e(silu(gate_e x) · up_e x).
 
-    Tokens are sorted by expert, so that each matrix product is one over ragged groups. See *Qwen3 Technical Report*
-    (arXiv:2505.09388), section 2.
+    Tokens are sorted by expert, so that each matrix product is one over ragged groups. On a mesh each device routes its
+    own rows; it has its own experts, of every row of its neighbours on the expert axis. No token is dropped. See *Qwen3
+    Technical Report* (arXiv:2505.09388), section 2.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -67,21 +73,76 @@ class Experts(nnx.Module):
 
     def __call__(self, x: Array, replay: Array | None = None) -> tuple[Array, Routing]:
         """Of x[B,T,D], and replay int[B,T,k] as in `route`: the mixture [B,T,D] and the routing [B,T,…]."""
-        c, shape = self.config, x.shape
-        k = c.experts_per_token
-        flat = x.reshape(-1, c.width)
-        replay = None if replay is None else replay.reshape(-1, k)
-        weights, routing = route(self.router(flat), k, c.renormalize_experts, replay)
-        owners = jnp.maximum(routing.experts, 0).reshape(-1)  # a place without an expert has weight 0
-        order = jnp.argsort(owners, stable=True)
-        sizes = jnp.bincount(owners, length=c.num_experts)
-        grouped = flat[order // k]
-        gate = jax.lax.ragged_dot(grouped, self.expert_gate.get_value().astype(x.dtype), sizes)
-        up = jax.lax.ragged_dot(grouped, self.expert_up.get_value().astype(x.dtype), sizes)
-        down = jax.lax.ragged_dot(jax.nn.silu(gate) * up, self.expert_down.get_value().astype(x.dtype), sizes)
-        by_token = down[jnp.argsort(order)].reshape(-1, k, c.width)
-        mixed = jnp.einsum("nkd,nk->nd", by_token, weights.astype(x.dtype))
-        return mixed.reshape(shape), jax.tree.map(lambda leaf: leaf.reshape(*shape[:-1], -1), routing)
+        c, mesh = self.config, jax.sharding.get_abstract_mesh()
+        params = self.router.kernel, self.expert_gate, self.expert_up, self.expert_down
+        params = tuple(param.get_value().astype(x.dtype) for param in params)
+        if mesh.empty:
+            weights, routing = self._route(x, replay, params[0])
+            return mixture(x, weights, routing.experts, *params[1:]), routing
+        if c.num_experts % mesh.shape["expert"]:
+            raise ValueError(f"num_experts={c.num_experts} cannot be divided over expert={mesh.shape['expert']}")
+        # As `training.sharding` has it: a dimension that its axis does not divide is whole on every device.
+        width = "fsdp" if c.width % mesh.shape["fsdp"] == 0 else None
+        hidden = "tensor" if c.expert_width % mesh.shape["tensor"] == 0 else None
+        wide, narrow = P("expert", width, hidden), P("expert", hidden, width)
+        # The kernels of `grouped_dot` do not say over which axes their results vary, so that cannot be checked.
+        return jax.shard_map(
+            functools.partial(self._on_device, gather=width is not None, add=hidden is not None),
+            in_specs=(P(ROWS), P(ROWS), P(), wide, wide, narrow),
+            out_specs=(P(ROWS), P(ROWS)),
+            check_vma=False,
+        )(x, replay, *params)
+
+    def _route(self, x: Array, replay: Array | None, router: Array) -> tuple[Array, Routing]:
+        """Weights [B,T,k] and routing [B,T,…] of x[B,T,D]."""
+        c = self.config
+        replay = None if replay is None else replay.reshape(-1, c.experts_per_token)
+        found = route(x.reshape(-1, c.width) @ router, c.experts_per_token, c.renormalize_experts, replay)
+        return jax.tree.map(lambda leaf: leaf.reshape(*x.shape[:-1], -1), found)
+
+    def _on_device(self, x, replay, router, gate, up, down, *, gather: bool, add: bool) -> tuple[Array, Routing]:
+        """The mixture of this device's rows, with the experts of all devices.
+
+        Args:
+          x, replay: its own rows.
+          router: whole.
+          gate, up, down: its own part of its own experts.
+          gather: the experts' width is divided over the axis fsdp.
+          add: their hidden layers are divided over the axis tensor, so that its devices add up.
+        """
+        weights, routing = self._route(x, replay, router)
+        rows = x, weights, routing.experts
+        x, weights, experts = (jax.lax.all_gather(leaf, "expert", axis=0, tiled=True) for leaf in rows)
+        if gather:
+            gate, up = (jax.lax.all_gather(leaf, "fsdp", axis=1, tiled=True) for leaf in (gate, up))
+            down = jax.lax.all_gather(down, "fsdp", axis=2, tiled=True)
+        experts = experts - jax.lax.axis_index("expert") * len(gate)
+        mixed = mixture(x, weights, experts, gate, up, down)
+        mixed = jax.lax.psum(mixed, "tensor") if add else mixed
+        return jax.lax.psum_scatter(mixed, "expert", scatter_dimension=0, tiled=True), routing
+
+
+def mixture(x: Array, weights: Array, experts: Array, gate: Array, up: Array, down: Array) -> Array:
+    """Σ_j weights_j · down_e(silu(gate_e x) · up_e x), e = experts_j, over those of the k experts that are given.
+
+    Args:
+      x: [B,T,D].
+      weights: [B,T,k].
+      experts: int[B,T,k]; outside 0..E-1, an expert that is not among the given ones.
+      gate, up, down: [E,D,F], [E,D,F], [E,F,D].
+
+    Returns:
+      [B,T,D].
+    """
+    number, k = len(gate), experts.shape[-1]
+    experts = experts.reshape(-1)
+    groups = jnp.where((experts >= 0) & (experts < number), experts, number)
+    order, places = sorted_places(groups)
+    sizes = jnp.bincount(groups, length=number + 1)
+    grouped = permuted(jnp.repeat(x.reshape(-1, x.shape[-1]), k, axis=0), order, places)
+    hidden = jax.nn.silu(grouped_dot(grouped, gate, sizes)) * grouped_dot(grouped, up, sizes)
+    by_token = permuted(grouped_dot(hidden, down, sizes), places, order).reshape(*weights.shape, -1)
+    return jnp.einsum("btkd,btk->btd", by_token, weights.astype(x.dtype))
 
 
 def expert_load(routing: Routing, mask: Array) -> Array:

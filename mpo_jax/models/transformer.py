@@ -10,15 +10,14 @@ import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
+from mpo_jax.models.attention import attend
 from mpo_jax.models.config import REMAT, TransformerConfig
+from mpo_jax.models.mesh import by_rows
 from mpo_jax.models.moe import Experts, Routing
 from mpo_jax.models.rope import rotate
 from mpo_jax.types import Array
 
-MESH_AXES = ("data", "fsdp", "tensor", "expert")
-ROWS = ("data", "fsdp", "expert")  # the axes over which the rows of a batch are divided
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
 
 
@@ -38,13 +37,6 @@ class Cache:
         shape = (num_rows, context_length, config.num_kv_heads, config.head_dim)
         keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
         return cls(keys=keys, values=values)
-
-
-def by_rows(x: Array, *more_axes: str) -> Array:
-    """x[B,…], its first dimension divided over the mesh in use; x itself where none is set (`jax.set_mesh`)."""
-    if jax.sharding.get_abstract_mesh().empty:
-        return x
-    return jax.lax.with_sharding_constraint(x, PartitionSpec((*ROWS, *more_axes)))
 
 
 def smear(keys: Array, share: Array, starts: Array) -> Array:
@@ -94,7 +86,7 @@ class Attention(nnx.Module):
         if c.smeared_keys:
             self.smear = nnx.Param(jnp.zeros(c.num_kv_heads))
 
-    def __call__(self, x, positions, mask, cache):
+    def __call__(self, x, positions, mask, segment_ids, cache):
         c = self.config
         rows, length, _ = x.shape
         q = self.query(x).reshape(rows, length, c.num_heads, c.head_dim)
@@ -115,7 +107,7 @@ class Attention(nnx.Module):
             k = smear(k, self.smear.get_value(), key_positions == 0)
         if self.window is not None:
             mask = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
-        mixed = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=c.attention_scale)
+        mixed = attend(q, k, v, mask, segment_ids=segment_ids, window=self.window, scale=c.attention_scale)
         return self.output(mixed.reshape(rows, length, -1)), cache
 
 
@@ -146,8 +138,8 @@ class Block(nnx.Module):
             self.attention_post_norm = _norm(config, config.width, rngs)
             self.mlp_post_norm = _norm(config, config.width, rngs)
 
-    def __call__(self, x, positions, mask, cache, replay):
-        mixed, cache = self.attention(self.attention_norm(x), positions, mask, cache)
+    def __call__(self, x, positions, mask, segment_ids, cache, replay):
+        mixed, cache = self.attention(self.attention_norm(x), positions, mask, segment_ids, cache)
         x = x + (self.attention_post_norm(mixed) if self.post_norms else mixed)
         inner, routing = self.mlp_norm(x), None
         if self.has_experts:
@@ -236,28 +228,30 @@ class Transformer(nnx.Module):
         sparse = [layer for layer in range(c.num_layers) if c.has_experts(layer)]
         if replay is not None and replay.shape != (expected := (len(sparse), *tokens.shape, c.experts_per_token)):
             raise ValueError(f"replay has shape {replay.shape}, expected {expected}")
-        x = self.embedding(tokens)
+        x = jnp.take(self.embedding.embedding.get_value(), tokens, axis=0)  # in its own type; nnx.Embed gives float32
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, x.dtype)
         if replay is not None:  # one entry a layer
             replay = [replay[sparse.index(layer)] if layer in sparse else None for layer in range(c.num_layers)]
         if cache is None:
-            x, routing = self._read(x, positions, mask, replay)
+            x, routing = self._read(x, positions, mask, segment_ids, replay)
             return self.final_norm(x), None, routing
         layers, routings = [], []
         for layer in range(c.num_layers):
             entry = cache.keys[layer], cache.values[layer]
-            x, entry, routing = self._block(layer)(x, positions, mask, entry, replay and replay[layer])
+            x, entry, routing = self._block(layer)(x, positions, mask, None, entry, replay and replay[layer])
             layers.append(entry)
             routings.append(routing)
         keys, values = zip(*layers, strict=True)
         return self.final_norm(x), Cache(keys=keys, values=values), _stack(routings)
 
-    def _read(self, x: Array, positions: Array, mask: Array, replay: list | None) -> tuple[Array, Routing | None]:
+    def _read(
+        self, x: Array, positions: Array, mask: Array, segment_ids: Array, replay: list | None
+    ) -> tuple[Array, Routing | None]:
         """All blocks on whole rows [B,T,D]."""
 
         def layer(graph, x, params, replay):
-            x, _, routing = nnx.merge(graph, params)(by_rows(x), positions, mask, None, replay)
+            x, _, routing = nnx.merge(graph, params)(by_rows(x), positions, mask, segment_ids, None, replay)
             return x, routing
 
         if self.config.remat != "all":

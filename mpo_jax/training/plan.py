@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
+from mpo_jax.models import attention
 from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.training import hlo, sharding
 from mpo_jax.training.batching import empty
@@ -136,8 +137,9 @@ def estimate(program: Program, rows: int, tokens: int) -> dict[str, Any]:
     """`compiled` without a compiler: arguments exactly, temporaries from what a step must hold at its fullest.
 
     That is, with blocks computed again: the parameters once more in bfloat16 and their gradients; the stream at every
-    block; one block's hidden layers and attention scores (float32: scores, probabilities, gradient); the output head
-    whole with its gradient.
+    block; one block's hidden layers, those of experts with their inputs and outputs for as many as a token is sent to,
+    and its experts whole with their gradient; attention scores where whole rows are held (float32: scores,
+    probabilities, gradient); the output head whole with its gradient.
 
     Raises:
       ValueError: rows that cannot be divided over the mesh.
@@ -147,10 +149,18 @@ def estimate(program: Program, rows: int, tokens: int) -> dict[str, Any]:
     mine = math.prod(data[0].tokens.sharding.shard_shape((rows, tokens)))
     parameters = bytes_on_device(program.state.policy)  # once more and as gradient, in half the bytes
     stream = 2 * (c.num_layers + 4) * mine * c.width
-    block = mine * (2 * 4 * c.mlp_width + 4 * 3 * tokens * c.num_heads) // tensor
+    scores = 0 if program.mesh.devices.flat[0].platform == "tpu" and attention.fits(tokens, c.head_dim) else tokens
+    block = mine * (2 * 4 * _hidden(c) + 4 * 3 * scores * c.num_heads) // tensor
+    experts = 2 * 2 * 3 * c.num_experts * c.width * c.expert_width // (tensor * program.mesh.shape["expert"])
     head = 2 * 2 * c.vocab_size * c.width
-    temporaries = parameters + stream + block + head
+    temporaries = parameters + stream + block + experts + head
     return _shared(program, rows, tokens) | _memory(arguments, temporaries, arguments + temporaries, program.chip)
+
+
+def _hidden(config: TransformerConfig) -> int:
+    """Numbers a token that a block's hidden layer holds, the widest in or out of it."""
+    c = config
+    return c.experts_per_token * (c.expert_width + c.width) if c.num_experts else c.mlp_width
 
 
 def sweep(program: Program, axis: str, rows: int, tokens: int, examine: Any, spare: float = 0.1) -> dict[str, Any]:
@@ -173,10 +183,16 @@ def bytes_on_device(tree: Any) -> int:
 
 
 def active_parameters(config: TransformerConfig) -> int:
-    """Parameters that a token is multiplied with: not the norms, and of the embedding only as the output head."""
+    """Parameters that a token is multiplied with: not the norms, and of the embedding only as the output head.
+
+    Of the experts only as many as a token is sent to, and the router.
+    """
     c = config
     attention = c.width * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return c.num_layers * (attention + 3 * c.width * c.mlp_width) + c.vocab_size * c.width
+    hidden = 3 * c.width * c.mlp_width
+    experts = c.width * (c.num_experts + 3 * c.experts_per_token * c.expert_width)
+    layers = sum(attention + (experts if c.has_experts(layer) else hidden) for layer in range(c.num_layers))
+    return layers + c.vocab_size * c.width
 
 
 def flops_per_token(program: Program, tokens: int | float) -> float:

@@ -10,7 +10,7 @@ from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from mpo_jax.models.transformer import MESH_AXES, ROWS
+from mpo_jax.models.mesh import MESH_AXES, ROWS
 
 AnyMesh = Mesh | AbstractMesh
 

@@ -1,5 +1,11 @@
 """Routing by literals, replay of the rollout's experts, and how even the load is, against `transformers`."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +13,7 @@ import pytest
 from flax import nnx
 
 from models import peers, tiny
+from mpo_jax.models.mesh import MESH_AXES
 from mpo_jax.models.moe import Experts, Routing, expert_load, load_balancing_loss, route, router_metrics, router_terms
 
 LOGITS = np.array([[2.0, 1.0, 0.0, -1.0]], np.float32)
@@ -69,6 +76,32 @@ def test_the_grouped_products_are_the_sum_over_experts():
                 if e >= 0:
                     expected[place] += p[e] / total * ((h / (1 + np.exp(-h)) * (x[place] @ up[e])) @ down[e])
         np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_on_every_mesh_the_experts_give_what_they_give_on_one_device():
+    """Mixture, routing and all gradients on 8 devices over data, fsdp and expert, and fsdp, tensor and expert."""
+    root = Path(__file__).parents[2]
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": f"{root}:{root / 'tests'}",
+    }
+    program = [sys.executable, "-m", "models.experts_program"]
+    done = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout)
+    assert report["gaps"].keys() == {"data", "expert", "all"} and report["smallest"] > 1.0
+    assert max(report["gaps"].values()) < 1e-4, report  # of values that reach some tens: 1e-5 relative
+
+
+def test_experts_that_an_axis_does_not_divide_are_refused():
+    mesh = jax.sharding.AbstractMesh((1, 1, 1, 3), MESH_AXES)
+    experts = Experts(CONFIG, rngs=nnx.Rngs(0))
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        pytest.raises(ValueError, match="num_experts=4 cannot be divided over expert=3"),
+    ):
+        jax.eval_shape(lambda x: experts(x)[0], jax.ShapeDtypeStruct((3, 2, 16), jnp.float32))
 
 
 @jax.jit

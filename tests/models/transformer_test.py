@@ -163,3 +163,16 @@ def test_a_fresh_critic_values_everything_at_zero_and_has_a_trunk_of_its_own():
     )
     assert values.shape == (3, 12) and not np.any(values)
     assert {name.split(".")[0] for name in weights.flatten(nnx.state(critic))} == {"trunk", "value"}
+
+
+@pytest.mark.parametrize("more", [{}, {"num_experts": 4, "experts_per_token": 2, "expert_width": 8}])
+def test_parameters_in_bfloat16_are_computed_with_in_bfloat16(more):
+    config, tokens = tiny.config(**more), np.zeros((2, 6), np.int32)
+    params = weights.shapes(config, jnp.bfloat16)
+
+    def types(params):
+        model = nnx.merge(tiny.graph(config), params)
+        cache = Cache.empty(config, 2, 8, jnp.bfloat16)
+        return model(tokens, tokens, tokens)[0], model(tokens, tokens, cache=cache)
+
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(types, params))} == {jnp.dtype("bfloat16")}

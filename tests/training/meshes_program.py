@@ -22,19 +22,26 @@ MESHES = {
     "fsdp": {"fsdp": 8},
     "tensor": {"fsdp": 4, "tensor": 2},
     "all": dict(data=2, fsdp=2, tensor=2),
+    "experts": dict(fsdp=2, tensor=2, expert=2),
 }
-CASES = [("mpo", "fsdp"), ("mpo", "all"), ("grpo", "tensor"), ("vapo", "data")]
+DENSE, MOE = (
+    tiny.config(num_layers=2, head_dim=8, mlp_width=32, scan_layers=True, remat="none", **more)
+    for more in ({}, dict(num_experts=8, experts_per_token=2, expert_width=8))
+)
+CASES = [
+    ("mpo", "fsdp", DENSE),
+    ("mpo", "all", DENSE),
+    ("grpo", "tensor", DENSE),
+    ("vapo", "data", DENSE),
+    ("mpo", "experts", MOE),
+]
 
 
-def drawn(make, seed):
+def drawn(make, config, seed):
     """A graph, and parameters drawn by numpy."""
-    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(config(), rngs=nnx.Rngs(0))))
+    graph, shapes = nnx.split(nnx.eval_shape(lambda: make(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(seed)
     return graph, jax.tree.map(lambda x: jnp.asarray((x.ndim == 1) + rng.normal(0, 0.3, x.shape), x.dtype), shapes)
-
-
-def config():
-    return tiny.config(num_layers=2, head_dim=8, mlp_width=32, scan_layers=True, remat="none")
 
 
 def packed_batch():
@@ -57,9 +64,9 @@ def packed_batch():
     )
 
 
-def three_steps(name, sizes, microbatches):
+def three_steps(name, config, sizes, microbatches):
     algorithm = algorithms.from_config(name)
-    (policy, params), (critic, critic_params) = drawn(Transformer, 0), drawn(Critic, 1)
+    (policy, params), (critic, critic_params) = drawn(Transformer, config, 0), drawn(Critic, config, 1)
     models = Models(policy=policy, critic=critic)
     adam = Optimizers(policy=optax.adam(1e-3), critic=optax.adam(1e-3))
     has_critic = "critic" in algorithm.needs
@@ -102,19 +109,17 @@ def distance(found, expected):
 def main():
     jax.config.update("jax_disable_most_optimizations", True)
     expected, report = {}, []
-    for name, mesh in CASES:
-        if name not in expected:
-            expected[name] = three_steps(name, None, 1)
-        state, numbers = three_steps(name, MESHES[mesh], 1)
+    for name, mesh, config in CASES:
+        if (name, config) not in expected:
+            expected[name, config] = three_steps(name, config, None, 1)
+        state, numbers = three_steps(name, config, MESHES[mesh], 1)
+        state_of_one, numbers_of_one = expected[name, config]
         losses = [
-            abs(a[k] - b[k])
-            for a, b in zip(numbers, expected[name][1], strict=True)
-            for k in ("policy_loss", "grad_norm")
+            abs(a[k] - b[k]) for a, b in zip(numbers, numbers_of_one, strict=True) for k in ("policy_loss", "grad_norm")
         ]
-        report.append(
-            {"case": f"{name} {mesh}", "parameters": distance(state, expected[name][0]), "losses": max(losses)}
-        )
-        report[-1]["moved"] = expected[name][1][0]["grad_norm"]
+        case = f"{name} {mesh} {'moe' if config is MOE else 'dense'}"
+        report.append({"case": case, "parameters": distance(state, state_of_one), "losses": max(losses)})
+        report[-1]["moved"] = numbers_of_one[0]["grad_norm"]
     json.dump(report, sys.stdout)
 
 

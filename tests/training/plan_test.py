@@ -10,6 +10,7 @@ from models import tiny
 from experiments import meshes
 from experiments.configs import qwen3
 from mpo_jax import algorithms
+from mpo_jax.models import weights
 from mpo_jax.training import plan
 
 needs_libtpu = pytest.mark.skipif(
@@ -27,6 +28,20 @@ def test_active_parameters_of_qwen3_4b():
     count = plan.active_parameters(qwen3.config("qwen3_4b"))
     assert count == 36 * (2560 * 128 * 80 + 3 * 2560 * 9728) + 151_936 * 2560 == 4_022_272_000
     assert count - 151_936 * 2560 == pytest.approx(3.6e9, rel=0.02)
+
+
+def test_active_parameters_of_qwen3_30b_a3b():
+    """48 · (2048·128·(2·32+2·4) + 2048·128 + 8·3·2048·768) + 151936·2048; published: 3.3 B with the embedding too.
+
+    In all, with 128 experts, the embedding and 2·48 + 1 norms of 2048 and 2·48 of 128: 30.5 B, as published.
+    """
+    config = qwen3.config("qwen3_30b_a3b")
+    count = plan.active_parameters(config)
+    assert count == 48 * (2048 * 128 * 72 + 2048 * 128 + 24 * 2048 * 768) + 151_936 * 2048 == 3_041_656_832
+    assert count + 151_936 * 2048 == pytest.approx(3.3e9, rel=0.02)
+    whole = sum(np.prod(x.shape, dtype=int) for x in jax.tree.leaves(weights.shapes(config)))
+    more = 48 * 120 * 3 * 2048 * 768 + 151_936 * 2048 + 97 * 2048 + 96 * 128
+    assert whole == count + more == pytest.approx(30.5e9, rel=0.01)
 
 
 def test_a_cpu_is_no_plan():

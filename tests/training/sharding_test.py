@@ -69,6 +69,6 @@ def test_every_mesh_gives_what_one_device_gives():
     done = subprocess.run(program, cwd=root, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout)
-    assert len(report) == 4
+    assert len(report) == 5
     for case in report:
         assert case["parameters"] <= 1e-5 and case["losses"] <= 1e-5 and case["moved"] > 1e-2, case
