@@ -9,12 +9,13 @@ import pathlib
 
 from absl import app, flags
 
-_ONLY = flags.DEFINE_list("only", ["advantages", "turn_loss", "linear_logprobs"], "What to measure.")
+_ONLY = flags.DEFINE_list("only", ["advantages", "turn_loss", "linear_logprobs", "packing"], "What to measure.")
 _SHAPES = flags.DEFINE_list("shapes", ["64x4096", "256x8192"], "Rows × tokens of advantages and losses.")
 _WIDTHS = flags.DEFINE_list("widths", ["256", "1024"], "Widths D of the hidden states.")
 _DTYPES = flags.DEFINE_list("dtypes", ["float32", "bfloat16"], "Of hidden states and head.")
 _TOKENS = flags.DEFINE_integer("tokens", 1024, "N.")
 _VOCABULARY = flags.DEFINE_integer("vocabulary", 151_936, "V.")
+_EPISODES = flags.DEFINE_integer("episodes", 64, "Of the search environment, packed and one a row.")
 _REPEATS = flags.DEFINE_integer(
     "repeats", 21, "Runs of each contestant; verl's GAE and log-probs get a third and a seventh."
 )
@@ -25,7 +26,7 @@ _OUTPUT = flags.DEFINE_string("output", "benchmarks/results", "Folder of the tab
 def main(_) -> None:
     if _CORE.value >= 0:
         os.sched_setaffinity(0, {_CORE.value})  # before the libraries start their threads
-    from benchmarks import advantages, linear_logprobs, measure, turn_loss
+    from benchmarks import advantages, linear_logprobs, measure, packing, turn_loss
 
     shapes = [tuple(map(int, shape.split("x"))) for shape in _SHAPES.value]
     heads = [
@@ -35,6 +36,7 @@ def main(_) -> None:
         "advantages": lambda: (advantages.case(*shape, -(-_REPEATS.value // 3)) for shape in shapes),
         "turn_loss": lambda: (turn_loss.case(*shape, _REPEATS.value) for shape in shapes),
         "linear_logprobs": lambda: (linear_logprobs.case(*head, -(-_REPEATS.value // 7)) for head in heads),
+        "packing": lambda: [packing.case(_EPISODES.value, -(-_REPEATS.value // 3))],
     }
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
@@ -44,6 +46,8 @@ def main(_) -> None:
         notes = [f"Before: {before}.", f"After: {measure.machine()}."]
         if name == "linear_logprobs":
             notes += map(linear_logprobs.temporaries, heads)
+        if name == "packing":
+            notes.append(packing.ideal(_EPISODES.value))
         text = "\n\n".join([measure.table(rows), *notes]) + "\n"
         print(text, flush=True)
         (output / f"{name}.md").write_text(text)

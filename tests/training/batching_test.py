@@ -196,6 +196,14 @@ def test_fill_is_the_share_of_real_tokens():
     assert fill(batch) == 8 / 16
 
 
+def test_long_tailed_lengths_fill_rows_to_99_percent():
+    """512 episodes of lognormal lengths with a median of 4,000 tokens, in rows of 32,768."""
+    lengths = np.random.default_rng(0).lognormal(np.log(4000), 1.0, 512).astype(int).clip(64, 32_768)
+    rows = first_fit_decreasing(lengths.tolist(), 32_768, 64)
+    assert sum(lengths) / (len(rows) * 32_768) >= 0.99
+    assert sum(lengths) / (len(lengths) * 32_768) < 0.25, "one episode a row"
+
+
 def test_row_order_is_a_seeded_permutation():
     order = row_order(3, 5, 1, 50)
     np.testing.assert_array_equal(np.sort(order), np.arange(50))
