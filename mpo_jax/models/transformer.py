@@ -6,12 +6,12 @@ layer or experts. See *Qwen3 Technical Report* (arXiv:2505.09388), section 2.
 
 import dataclasses
 
-import chex
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from mpo_jax.models.attention import attend
+from mpo_jax.models.cache import Cache, attend_to_cache
 from mpo_jax.models.config import REMAT, TransformerConfig
 from mpo_jax.models.mesh import by_rows
 from mpo_jax.models.moe import Experts, Routing
@@ -21,31 +21,16 @@ from mpo_jax.types import Array
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
 
 
-@chex.dataclass(frozen=True, mappable_dataclass=False)
-class Cache:
-    """Keys and values of what each row has read so far; the entry of position p lies at index p.
+def smear(keys: Array, share: Array, starts: Array, axis: int) -> Array:
+    """Keys mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; nothing before a start.
 
-    Attributes:
-      keys, values: one float[B,C,K,H] a layer, C the context length and K the number of key heads.
+    They are [B,T,K,H] with the tokens on axis 1, or [B,K,H,T] on axis 3. See *In-context Learning and Induction Heads*
+    (arXiv:2209.11895), "smeared keys".
     """
-
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
-
-    @classmethod
-    def empty(cls, config: TransformerConfig, num_rows: int, context_length: int, dtype=jnp.float32) -> "Cache":
-        shape = (num_rows, context_length, config.num_kv_heads, config.head_dim)
-        keys, values = (tuple(jnp.zeros(shape, dtype) for _ in range(config.num_layers)) for _ in range(2))
-        return cls(keys=keys, values=values)
-
-
-def smear(keys: Array, share: Array, starts: Array) -> Array:
-    """Keys[B,T,K,H] mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; nothing before a start.
-
-    See *In-context Learning and Induction Heads* (arXiv:2209.11895), "smeared keys".
-    """
-    before = jnp.where(starts[:, :, None, None], 0.0, jnp.roll(keys, 1, axis=1))
-    share = jax.nn.sigmoid(share)[None, None, :, None]
+    others = [1, 2, 3]
+    others.remove(axis)
+    before = jnp.where(jnp.expand_dims(starts, others), 0.0, jnp.roll(keys, 1, axis=axis))
+    share = jnp.expand_dims(jax.nn.sigmoid(share), (0, axis, 3 if axis == 1 else 2))
     return share * keys + (1.0 - share) * before
 
 
@@ -99,15 +84,17 @@ class Attention(nnx.Module):
         key_positions = positions
         if cache is not None:
             row = jnp.arange(rows)[:, None]
-            k = cache[0].at[row, positions].set(k, mode="drop")
-            v = cache[1].at[row, positions].set(v, mode="drop")
-            key_positions = jnp.arange(k.shape[1])[None, :]
-        cache = (k, v)
+            k = cache[0].at[row, :, :, positions].set(k, mode="drop")
+            v = cache[1].at[row, :, positions].set(v, mode="drop")
+            key_positions, cache = jnp.arange(k.shape[-1])[None, :], (k, v)
         if c.smeared_keys:
-            k = smear(k, self.smear.get_value(), key_positions == 0)
+            k = smear(k, self.smear.get_value(), key_positions == 0, axis=1 if cache is None else 3)
         if self.window is not None:
             mask = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
-        mixed = attend(q, k, v, mask, segment_ids=segment_ids, window=self.window, scale=c.attention_scale)
+        if cache is not None:
+            mixed = attend_to_cache(q, k, v, mask, c.attention_scale)
+        else:
+            mixed = attend(q, k, v, mask, segment_ids=segment_ids, window=self.window, scale=c.attention_scale)
         return self.output(mixed.reshape(rows, length, -1)), cache
 
 
@@ -162,7 +149,7 @@ def _mask(tokens: Array, positions: Array, segment_ids: Array | None, cache: Cac
     if cache is None:
         same = segment_ids[:, :, None] == segment_ids[:, None, :]
         return same & jnp.tri(tokens.shape[1], dtype=bool)[None]
-    return jnp.arange(cache.keys[0].shape[1])[None, None, :] <= positions[:, :, None]
+    return jnp.arange(cache.length)[None, None, :] <= positions[:, :, None]
 
 
 class Transformer(nnx.Module):

@@ -227,7 +227,7 @@ def _graph(config: TransformerConfig) -> nnx.GraphDef:
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
 def _read(graph, params, cache, rows, tokens, starts, counts):
     """The cache after rows[N] have read counts[N] of tokens[N,W] from starts[N] on; row B is none, of N = B all are."""
-    model, (num_slots, context) = nnx.merge(graph, params), cache.keys[0].shape[:2]
+    model, num_slots, context = nnx.merge(graph, params), len(cache.keys[0]), cache.length
     steps = jnp.arange(tokens.shape[1])[None, :]
     positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, context)
     if len(rows) == num_slots:
@@ -246,7 +246,7 @@ def _sample(graph, width, params, cache, rows, steps, may_be_left):
       how many were sampled [B].
     """
     model = nnx.merge(graph, params)
-    head, context, num_slots = model.head(), cache.keys[0].shape[1], rows.tokens.shape[0]
+    head, context, num_slots = model.head(), cache.length, rows.tokens.shape[0]
     plain = ((rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)).all()
     greedy = ((rows.temperature == 0) | (rows.room == 0)).all()
 

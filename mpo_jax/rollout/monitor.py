@@ -121,7 +121,7 @@ def _read_along(config, reduce, params, cache, tokens, starts, counts, logprobs,
     logprobs[B,W] and actions[B,W] are of tokens[:, 1:].
     """
     graph = nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
-    model, context = nnx.merge(graph, params), cache.keys[0].shape[1]
+    model, context = nnx.merge(graph, params), cache.length
     steps = jnp.arange(tokens.shape[1] - 1)[None, :]
     positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, context)
     hidden, cache = model(tokens[:, :-1], positions, cache=cache)

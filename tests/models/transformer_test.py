@@ -96,9 +96,9 @@ def test_cache_of_ragged_appends_gives_the_uncached_logits(config, past):
     expected = plain(config, TOKENS)
     for row, length in enumerate(lengths):  # 12, 10 and 9 tokens
         np.testing.assert_allclose(found[row, :length], expected[row, :length], atol=1e-5, rtol=1e-5)
-        for x in (*cache.keys, *cache.values):
-            assert not np.any(x[row, length:]), "what was dropped is not in the cache"
-            assert np.all(np.any(x[row, :length], axis=(-1, -2)))
+        for x in (*(np.moveaxis(keys, -1, -2) for keys in cache.keys), *cache.values):  # [B,K,C,H]
+            assert not np.any(x[row, :, length:]), "what was dropped is not in the cache"
+            assert np.all(np.any(x[row, :, :length], axis=(0, -1)))
 
 
 @BOTH

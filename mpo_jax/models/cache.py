@@ -1,0 +1,50 @@
+"""Keys and values of what was read before, and attention over them."""
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from mpo_jax.models.config import TransformerConfig
+from mpo_jax.types import Array
+
+
+@chex.dataclass(frozen=True, mappable_dataclass=False)
+class Cache:
+    """Keys and values of what each row has read so far; the entry of position p lies at index p.
+
+    They lie as the products of a step read them, so that none has to be turned for every token.
+
+    Attributes:
+      keys: one float[B,K,H,C] a layer, C the context length and K the number of key heads.
+      values: one float[B,K,C,H] a layer.
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+
+    @classmethod
+    def empty(cls, config: TransformerConfig, num_rows: int, context_length: int, dtype=jnp.float32) -> "Cache":
+        lead, layers = (num_rows, config.num_kv_heads), range(config.num_layers)
+        return cls(
+            keys=tuple(jnp.zeros((*lead, config.head_dim, context_length), dtype) for _ in layers),
+            values=tuple(jnp.zeros((*lead, context_length, config.head_dim), dtype) for _ in layers),
+        )
+
+    @property
+    def length(self) -> int:
+        """C, how many positions there are."""
+        return self.keys[0].shape[-1]
+
+
+def attend_to_cache(q: Array, keys: Array, values: Array, mask: Array, scale: float | None) -> Array:
+    """What q[B,T,N,H] finds in a cache's keys[B,K,H,C] and values[B,K,C,H] where mask[B,T,C] allows; float[B,T,N,H]."""
+    rows, length, heads, head_dim = q.shape
+    groups = heads // keys.shape[1]
+    q = jnp.moveaxis(q.reshape(rows, length, -1, groups, head_dim), 1, 3)  # [B,K,G,T,H]
+    scores = jnp.matmul(q.reshape(rows, -1, groups * length, head_dim), keys, preferred_element_type=jnp.float32)
+    scores = scores.reshape(rows, -1, groups, length, keys.shape[-1]) * (head_dim**-0.5 if scale is None else scale)
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    p = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
+    mixed = jnp.matmul(p.reshape(rows, -1, groups * length, keys.shape[-1]), values)
+    mixed = mixed.reshape(rows, -1, groups, length, head_dim)
+    return jnp.moveaxis(mixed, 3, 1).reshape(rows, length, heads, head_dim)
