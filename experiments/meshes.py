@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_collections
 from jax.sharding import Mesh
 
 from experiments import parts
@@ -15,6 +16,7 @@ from mpo_jax.models.mesh import MESH_AXES
 from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.models.weights import shapes
 from mpo_jax.training import plan, sharding
+from mpo_jax.training.cluster import Cluster
 from mpo_jax.training.step import Models, initial_state, make_train_step
 
 
@@ -28,6 +30,16 @@ def make_mesh(sizes: str, devices: Sequence[Any]) -> Mesh:
     if foreign := sorted(known.keys() - set(MESH_AXES)):
         raise ValueError(f"mesh {sizes!r} names {foreign}, expected axes of: {', '.join(MESH_AXES)}")
     return sharding.make_mesh(**{axis: int(size) for axis, size in known.items()}, devices=devices)
+
+
+def make_cluster(config: ml_collections.ConfigDict, *, patience: float, timeout: float) -> Cluster:
+    """The devices of a run: the configured mesh; without one, all on fsdp where there are several processes.
+
+    Raises:
+      ValueError: a mesh that does not fit the devices.
+    """
+    mesh = make_mesh(config.mesh, jax.devices()) if config.mesh or jax.process_count() > 1 else None
+    return Cluster(mesh, patience=patience, timeout=timeout)
 
 
 def make_program(config: TransformerConfig, algorithm: Algorithm, mesh: Mesh, microbatches: int = 1) -> plan.Program:

@@ -28,7 +28,8 @@ from mpo_jax.store.episode import Episode
 from mpo_jax.training import optimizers
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.dense import Shaping, progress_shaping
-from mpo_jax.training.learner import Learner, Settings, describe
+from mpo_jax.training.descriptions import describe
+from mpo_jax.training.learner import Learner, Settings
 from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
 
 
@@ -249,7 +250,7 @@ def claim_workdir(workdir: Path, config: ml_collections.ConfigDict) -> None:
         return
     theirs = json.loads(read_config(workdir).to_json())
     for key in sorted(mine.keys() | theirs.keys()):
-        if key != "num_steps" and mine.get(key) != theirs.get(key):
+        if key not in ("num_steps", "mesh") and mine.get(key) != theirs.get(key):
             raise ValueError(
                 f"{workdir} belongs to another run: its {key} is {theirs.get(key)!r}, here {mine.get(key)!r}; "
                 "choose another --workdir or delete it"
@@ -296,7 +297,7 @@ def make_evaluate(
     }
 
     def evaluate(state: TrainState) -> dict[str, float]:
-        metrics, params = {}, learner.models.policy_params(state)
+        metrics, params = {}, learner.policy(state)
         for split, rollout in rollouts.items():
             rollout.engine.load(params, int(state.step))
             episodes = play(rollout, len(asked[split]))

@@ -3,6 +3,8 @@ r"""Trains an agent: rollout (a process, this one, or a Ray cluster) â†’ store â
     python -m experiments.train --workdir=runs/search
     python -m experiments.train --workdir=runs/gspo --config.algorithm=gspo --rollout=inline
     python -m experiments.train --workdir=runs/fleet --rollout=ray --ray_workers=64 --ray_address=auto
+    python -m experiments.train --workdir=runs/mesh --config.mesh=fsdp=4,tensor=2
+    python -m experiments.train --workdir=/shared/run --coordinator=HOST:PORT --num_processes=2 --process_id=0
 
 A run that was stopped, in whatever way, goes on where its last checkpoint left it when the same command is given.
 """
@@ -13,7 +15,7 @@ from pathlib import Path
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import adapters, environments, parts, watching
+from experiments import adapters, environments, meshes, parts, processes, watching
 from experiments.workers import Cluster, InlineWorker, RayWorkers, WorkerProcess
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
@@ -36,18 +38,29 @@ RAY_ADDRESS = flags.DEFINE_string("ray_address", "", "Of a Ray cluster with this
 RAY_GPUS = flags.DEFINE_float("ray_gpus", 0.0, "GPUs of each worker of rollout=ray.", lower_bound=0.0)
 PROFILE = flags.DEFINE_list("profile_steps", None, "First and last step to trace into the workdir's trace/.")
 
+COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, or auto; none: one process.")
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes train together, on a shared workdir.")
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.")
+PATIENCE = flags.DEFINE_float("patience", 60.0, "Seconds that processes with episodes wait for those without.")
+TIMEOUT = flags.DEFINE_float("timeout", 100.0, "Seconds without a sign of another process after which this one ends.")
+
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
+    processes.join(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, TIMEOUT.value)
     config, workdir = CONFIG.value, Path(WORKDIR.value)
     algorithm = parts.make_algorithm(config)
     parts.settle_groups(config, algorithm)
+    cluster = meshes.make_cluster(config, patience=PATIENCE.value, timeout=TIMEOUT.value)
+    share = processes.Share(cluster.index, cluster.count)
+    whole, config = config, share.part(config)
     settings = parts.make_settings(config)
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
-    cluster = Cluster(RAY_ADDRESS.value, RAY_WORKERS.value, RAY_GPUS.value) if ROLLOUT.value == "ray" else None
-    parts.claim_workdir(workdir, config)
+    if cluster.count > 1 and ROLLOUT.value == "ray":
+        raise ValueError(f"rollout=ray with {cluster.count} processes that train, expected one")
+    ray = Cluster(RAY_ADDRESS.value, RAY_WORKERS.value, RAY_GPUS.value) if ROLLOUT.value == "ray" else None
     optimizers = parts.make_optimizers(config)
     learner = Learner(
         algorithm,
@@ -56,21 +69,31 @@ def main(_):
         settings,
         model.tokenizer.render_hint,
         parts.make_shaping(config, model),
+        cluster,
     )
+    cluster.in_turn(lambda: parts.claim_workdir(workdir, whole))
+    home = share.home(workdir)
+    home.mkdir(exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints")
-    state = parts.restore_state(checkpoints, parts.make_state(config, model, algorithm, optimizers))
-    store = EpisodeStore(workdir / "episodes.sqlite", vocab_size=model.config.vocab_size)
+    state = cluster.place_state(parts.make_state(config, model, algorithm, optimizers))
+    state = parts.restore_state(checkpoints, state)
+    store = EpisodeStore(home / "episodes.sqlite", vocab_size=model.config.vocab_size)
     published = PublishedWeights(workdir / "weights")
     evaluate = parts.make_evaluate(config, model, setting, learner)
     worker = {
-        "process": lambda: WorkerProcess(workdir),
-        "inline": lambda: InlineWorker(config, model, setting, store, published),
-        "ray": lambda: RayWorkers(config, model, cluster, store, published),
+        "process": lambda: WorkerProcess(workdir, share),
+        "inline": lambda: InlineWorker(config, model, setting, store, published, share),
+        "ray": lambda: RayWorkers(config, model, ray, store, published),
     }[ROLLOUT.value]()
-    trace = watching.make_trace(workdir, PROFILE.value)
+    trace = watching.make_trace(home, PROFILE.value)
     utilisation = watching.make_utilisation(config, model, state)
     log = MetricsLog(
-        workdir, total_steps=settings.num_steps, first_step=int(state.step), trace=trace, utilisation=utilisation
+        home,
+        total_steps=settings.num_steps,
+        first_step=int(state.step),
+        quiet=cluster.index > 0,
+        trace=trace,
+        utilisation=utilisation,
     )
     with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
         state = learn(
@@ -85,8 +108,9 @@ def main(_):
             should_stop=should_stop,
         )
     log.close()
-    adapters.save(workdir, config, model, state)
-    print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
+    if cluster.index == 0:
+        adapters.save(workdir, config, model, state)
+        print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
 
 
 if __name__ == "__main__":

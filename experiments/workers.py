@@ -16,6 +16,7 @@ import ml_collections
 
 from experiments import environments, parts
 from experiments.environments import Setting
+from experiments.processes import Share
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.worker import Rollout, run_groups
 from mpo_jax.store.sqlite import EpisodeStore
@@ -25,12 +26,14 @@ from mpo_jax.store.weights import PublishedWeights
 class WorkerProcess:
     """A process of its own (`experiments.rollout`), which outlives neither this context nor the learner."""
 
-    def __init__(self, workdir: Path):
-        self.workdir = workdir
+    def __init__(self, workdir: Path, share: Share):
+        self.workdir, self.share = workdir, share
+        self.path = share.home(workdir) / "rollout.log"
 
     def __enter__(self) -> "WorkerProcess":
-        self.log = (self.workdir / "rollout.log").open("a")
-        command = [sys.executable, "-m", "experiments.rollout", f"--workdir={self.workdir}", f"--parent={os.getpid()}"]
+        self.log = self.path.open("a")
+        flags = f"--workdir={self.workdir}", f"--parent={os.getpid()}", f"--share={self.share}"
+        command = [sys.executable, "-m", "experiments.rollout", *flags]
         # Out of the terminal's group: Ctrl-C is told to the learner alone, which then ends the worker.
         self.process = subprocess.Popen(command, stdout=self.log, stderr=self.log, start_new_session=True)
         return self
@@ -42,7 +45,7 @@ class WorkerProcess:
           RuntimeError: it has died; its log is named.
         """
         if (code := self.process.poll()) is not None:
-            raise RuntimeError(f"the rollout worker ended with code {code}; see {self.workdir / 'rollout.log'}")
+            raise RuntimeError(f"the rollout worker ended with code {code}; see {self.path}")
         time.sleep(0.05)
 
     def __exit__(self, *_) -> None:
@@ -65,9 +68,11 @@ class InlineWorker:
         setting: Setting,
         store: EpisodeStore,
         published: PublishedWeights,
+        share: Share,
     ):
         self.groups_per_step, self.store, self.published = config.groups_per_step, store, published
-        self.rollout, self.restore = parts.make_training_rollout(config, model, setting)
+        rollout, self.restore = parts.make_training_rollout(config, model, setting)
+        self.rollout = dataclasses.replace(rollout, share=(share.index, share.count))
 
     def __enter__(self) -> "InlineWorker":
         return self

@@ -37,6 +37,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.row_tokens = 384
     config.row_sequences = 8
     config.row_multiple = 16
+    config.mesh = ""  # sizes of axes over all devices, as in "fsdp=4,tensor=2"; without any, one device
     config.value_pretraining_steps = 4
     config.critic_patience = 2  # evaluations without gain in held-out explained variance that end the critic's training
 

@@ -40,6 +40,8 @@ class Rollout:
       seed: of the run; every episode's own is derived from it, its group and its place there.
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
+      share: (index, count) of the processes that divide the run's groups, each with a store of its own: the group that
+        this one calls g is number g · count + index of the run, which decides over its task and seeds.
     """
 
     engine: Engine
@@ -50,18 +52,21 @@ class Rollout:
     seed: int = 0
     limits: Limits = dataclasses.field(default_factory=Limits)
     executable: Callable[[list[int]], list[bool]] = whole_action
+    share: tuple[int, int] = (0, 1)
 
     def jobs(self, group_id: int) -> list[Job]:
         """The episodes of one group, which is begun now."""
         seconds = self.limits.group_seconds
         deadline = math.inf if seconds is None else time.monotonic() + seconds
+        index, count = self.share
+        number = group_id * count + index
         return [
             Job(
-                episode_id=f"{group_id:08d}-{member:03d}",
+                episode_id=f"{number:08d}-{member:03d}",
                 group_id=group_id,
-                options=self.task_stream(group_id),
-                environment_seed=derive_seed(self.seed, group_id),
-                seed=derive_seed(self.seed, group_id, member),
+                options=self.task_stream(number),
+                environment_seed=derive_seed(self.seed, number),
+                seed=derive_seed(self.seed, number, member),
                 deadline=deadline,
             )
             for member in range(self.group_size)

@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from mpo_jax.store.episode import Episode
@@ -68,6 +69,16 @@ def pack(
             start += len(episode.tokens)
             first_turn += len(episode.rewards)
     return batch, slots
+
+
+def padded(batch: Trajectories, slots: np.ndarray, rows: int) -> tuple[Trajectories, np.ndarray]:
+    """What `pack` returned, with so many rows, of which more are padding."""
+    more = rows - len(slots)
+    if not more:
+        return batch, slots
+    padding = empty(more, batch.tokens.shape[1], slots.shape[1])
+    batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, padding)
+    return batch, np.pad(slots, ((0, more), (0, 0)), constant_values=-1)
 
 
 def empty(rows: int, tokens: int, sequences: int) -> Trajectories:

@@ -12,7 +12,8 @@ from mpo_jax import kernels
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.kernels.segments import masked, spread
 from mpo_jax.store.episode import Episode
-from mpo_jax.training.learner import Learner, started
+from mpo_jax.training.descriptions import started
+from mpo_jax.training.learner import Learner
 from mpo_jax.training.step import TrainState
 from mpo_jax.types import Array, Evaluation, Targets, Trajectories
 

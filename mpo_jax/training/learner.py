@@ -1,27 +1,38 @@
 """The learner: takes groups of episodes, makes targets once, steps over minibatches, publishes, and remembers."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import get_args
 
 import jax
 import numpy as np
+from flax import nnx
 
-from mpo_jax import algorithms, evaluation, kernels
+from mpo_jax import algorithms, kernels
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.kernels.diagnostics import masked_mean
 from mpo_jax.models import weights
-from mpo_jax.store.episode import EndReason, Episode
+from mpo_jax.store.episode import Episode
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
-from mpo_jax.training.batching import fill, pack, row_order
+from mpo_jax.training.batching import pack, padded, row_order
 from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.cluster import Cluster
 from mpo_jax.training.dense import Shaping
+from mpo_jax.training.descriptions import describe, informative, started
 from mpo_jax.training.hindsight import Guidance, privileged_logprobs
 from mpo_jax.training.metrics import MetricsLog
 from mpo_jax.training.profiling import Stopwatch, throughput
-from mpo_jax.training.step import Models, Optimizers, TrainState, judge_critic, make_evaluate, make_train_step
+from mpo_jax.training.step import (
+    Models,
+    Optimizers,
+    TrainState,
+    judge_critic,
+    make_evaluate,
+    make_train_step,
+    select_rows,
+)
 from mpo_jax.types import Evaluation, Targets, Trajectories
 
 
@@ -31,12 +42,12 @@ class Settings:
 
     Attributes:
       num_steps: batches to train on.
-      groups_per_step: groups in a batch.
+      groups_per_step: groups in a batch, of each process.
       epochs: passes over a batch.
       minibatches: gradient steps a pass.
       microbatches: parts whose gradients are added up within a gradient step.
       value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
-      row_tokens, row_sequences, row_multiple: shape of the packed rows; see `batching.pack`.
+      row_tokens, row_sequences, row_multiple: shape of the packed rows of each process; see `batching.pack`.
       load_balancing: coefficient of the load-balancing loss of a policy with experts.
       critic_patience: measurements in a row without a better explained variance on held-out episodes after which the
         critic is left alone; None = never.
@@ -80,14 +91,24 @@ class Learner:
         settings: Settings,
         guidance: Guidance | None = None,
         shape: Shaping = lambda batch: batch,
+        cluster: Cluster | None = None,
     ):
+        cluster = cluster or Cluster()
         if "privileged" in algorithm.needs and guidance is None:
             raise ValueError(f"{algorithm.name} needs guidance from successful episodes; this run has none")
-        self.algorithm, self.settings, self.models = algorithm, settings, models
+        if "privileged" in algorithm.needs and cluster.count > 1:
+            raise ValueError(f"{algorithm.name} looks at all episodes at once; {cluster.count} processes have parts")
+        rows = settings.row_multiple * cluster.count
+        if rows % (parts := settings.minibatches * settings.microbatches * cluster.row_shards):
+            raise ValueError(
+                f"row_multiple={settings.row_multiple} of {cluster.count} processes is {rows} rows, not a multiple of "
+                f"minibatches·microbatches·devices with rows of their own={parts}"
+            )
+        self.algorithm, self.settings, self.models, self.cluster = algorithm, settings, models, cluster
         self.guidance, self.shape = guidance, shape
-        self.evaluate = make_evaluate(algorithm, models, settings.microbatches)
-        self.targets = jax.jit(lambda batch, evaluation: algorithms.targets(algorithm, batch, evaluation))
-        self.train_step = make_train_step(
+        self.evaluate = cluster.on_mesh(make_evaluate(algorithm, models, settings.microbatches))
+        self.targets = cluster.on_mesh(jax.jit(functools.partial(algorithms.targets, algorithm)))
+        step = make_train_step(
             algorithm,
             models,
             optimizers,
@@ -96,7 +117,9 @@ class Learner:
             settings.load_balancing,
             settings.critic_patience,
         )
-        self.diagnose = jax.jit(self._diagnose)
+        self.train_step = cluster.on_mesh(step)
+        self.select = cluster.on_mesh(jax.jit(select_rows))
+        self.diagnose = cluster.on_mesh(jax.jit(self._diagnose))
 
     def take(self, store: EpisodeStore, step: int) -> list[list[Episode]] | None:
         """The groups of a step, less what teaches nothing (dynamic sampling) or is too old (`Admission`)."""
@@ -108,31 +131,36 @@ class Learner:
         """Whether a step trains the critic alone."""
         return "value_pretraining" in self.algorithm.needs and step < self.settings.value_pretraining_steps
 
+    def policy(self, state: TrainState) -> nnx.State:
+        """The policy's parameters, adapters merged, for computations of this process alone; all processes must ask."""
+        return self.cluster.whole(self.models.policy_params(state))
+
     def update(self, state: TrainState, episodes: Sequence[Episode]) -> tuple[TrainState, dict[str, float]]:
         """Trains on one batch.
 
         Args:
           state: donated; do not use it again.
-          episodes: of whole groups.
+          episodes: of whole groups; of several processes each has its own, or none.
 
         Returns:
           The state one step on, and the metrics of the batch.
         """
         step, watch = int(state.step), Stopwatch()
-        description = describe(episodes, step)
+        description = self.cluster.combined(describe(episodes, step))
         with watch("evaluate"):
             batch, _, judged, targets = jax.block_until_ready(self.prepare(state, started(episodes)))
         totals: list[dict] = []
         with watch("step"):
             for rows in self._minibatches(step, len(batch.tokens)):
-                part, part_targets = jax.tree.map(lambda x, rows=rows: x[rows], (batch, targets))
+                part, part_targets = self.select((batch, targets), rows)
                 state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
                 totals.append(metrics)
             metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
         # The step's own clip fraction, which knows the algorithm's bounds, has the last word.
         metrics = self.diagnose(state, batch, judged, targets, part, part_targets) | metrics
         metrics |= description | watch.seconds
-        metrics |= {"fill": fill(batch), "rows": len(batch.tokens), "padded_tokens": batch.tokens.size}
+        rows, size = len(batch.tokens), batch.tokens.size
+        metrics |= {"fill": metrics["tokens"] / size, "rows": rows, "padded_tokens": size}
         return state.replace(step=state.step + 1), {name: float(value) for name, value in metrics.items()}
 
     def prepare(
@@ -141,7 +169,8 @@ class Learner:
         """Packs episodes that hold anything, and judges them once.
 
         Returns:
-          The batch, int[B,S] with the index of each slot's episode (-1 = none), what the models say, and the targets.
+          The batch of all processes, int[B,S] with the index of each of this one's slots' episode (-1 = none), what the
+          models say, and the targets.
         """
         batch, slots = self._pack(episodes)
         judged = self.evaluate(state, batch)
@@ -161,11 +190,16 @@ class Learner:
         batch, slots = pack(
             episodes, row_tokens=s.row_tokens, row_sequences=s.row_sequences, row_multiple=s.row_multiple
         )
-        return self.shape(batch), slots
+        rows = int(self.cluster.agree(rows=len(slots))["rows"].max())
+        batch, slots = padded(batch, slots, rows)
+        # Groups are of one process, and numbered apart from those of the others.
+        first = self.cluster.index * slots.size
+        batch = batch.replace(group_ids=np.where(batch.group_ids < 0, batch.group_ids, batch.group_ids + first))
+        return self.cluster.place_rows(self.shape(batch)), slots
 
     def _privileged(self, state, episodes, batch, slots, judged) -> np.ndarray:
         return privileged_logprobs(
-            lambda guided: self.evaluate(state, guided).logprobs,
+            lambda guided: self.evaluate(state, self.cluster.place_rows(guided)).logprobs,
             episodes,
             batch,
             slots,
@@ -218,41 +252,6 @@ class Learner:
         )
 
 
-def started(episodes: Sequence[Episode]) -> list[Episode]:
-    """The episodes that hold anything: one whose environment failed at its reset has no token."""
-    return [episode for episode in episodes if episode.tokens]
-
-
-def informative(group: Sequence[Episode]) -> bool:
-    """Whether the returns of a group differ, by the same rule as in the advantages."""
-    returns = np.array([sum(episode.rewards) for episode in group], np.float32)
-    return bool(np.any(kernels.informative_groups(returns, np.zeros(len(group), np.int32))))
-
-
-def describe(episodes: Sequence[Episode], step: int) -> dict[str, float]:
-    """What the episodes of a batch look like, whatever is learnt from them."""
-    returns = np.array([sum(episode.rewards) for episode in episodes])
-    finite = returns[np.isfinite(returns)]
-    lags = [step - version for episode in episodes for version in episode.versions] or [0]
-    lengths = [len(episode.tokens) for episode in episodes] or [0]
-    ends = [episode.end_reason for episode in episodes]
-    reasons = {f"end_{reason}": ends.count(reason) / max(len(ends), 1) for reason in get_args(EndReason)}
-    return reasons | {
-        "success": np.mean(evaluation.success(returns)),
-        "return": np.mean(finite) if len(finite) else np.nan,
-        "episodes": len(episodes),
-        "tokens": sum(lengths),
-        "episode_tokens": np.mean(lengths),
-        "episode_tokens_max": max(lengths),
-        "turns": np.mean([len(episode.rewards) for episode in episodes]),
-        "truncated": np.mean([episode.end_reason != "terminated" for episode in episodes]),
-        "failed_environments": sum("error" in episode.metadata for episode in episodes),
-        "deadlines_passed": sum("deadline_passed" in episode.metadata for episode in episodes),
-        "version_lag": np.mean(lags),
-        "version_lag_max": max(lags),
-    }
-
-
 def learn(
     learner: Learner,
     state: TrainState,
@@ -274,7 +273,7 @@ def learn(
       learner: what a batch does.
       state: where to begin.
       store: where episodes come from.
-      published: where the rollout reads the policy's weights, adapters merged; version = steps trained.
+      published: the policy's weights for the rollout, adapters merged, of the first process; version = steps trained.
       checkpoints: where the state is kept, less the base of adapters.
       metrics_log: where numbers go.
       wait: called while the store has no batch yet; makes episodes, or sleeps and raises if nobody will.
@@ -284,10 +283,16 @@ def learn(
     Returns:
       The last state.
     """
-    s, step = learner.settings, int(state.step)
+    s, step, cluster = learner.settings, int(state.step), learner.cluster
+
+    def publish(state: TrainState, version: int) -> None:
+        policy = learner.policy(state)
+        if cluster.index == 0:
+            published.publish(weights.flatten(policy), version)
+
     store.rewind(step - 1)
-    published.publish(weights.flatten(learner.models.policy_params(state)), step)
-    while step < s.num_steps and not should_stop():
+    publish(state, step)
+    while step < s.num_steps and not cluster.any(should_stop()):
         start, watch = time.monotonic(), Stopwatch()
         with watch("evaluation"):
             extra = evaluate(state) if step % s.evaluate_every == 0 else {}
@@ -295,13 +300,12 @@ def learn(
                 state = judge_critic(state, extra["explained_variance_held_out"])
         with metrics_log.traced(step):
             with watch("wait"):
-                while (groups := learner.take(store, step)) is None and not should_stop():
-                    wait()
+                groups = cluster.take(functools.partial(learner.take, store, step), wait, should_stop, step)
             if groups is None:
                 break
             state, metrics = learner.update(state, [episode for group in groups for episode in group])
             with watch("publish"):
-                published.publish(weights.flatten(learner.models.policy_params(state)), step + 1)
+                publish(state, step + 1)
         metrics |= extra | watch.seconds | {"seconds": time.monotonic() - start, "pending_groups": store.pending()}
         metrics_log.write(step, metrics | throughput(metrics))
         step += 1

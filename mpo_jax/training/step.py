@@ -15,6 +15,7 @@ from mpo_jax import algorithms
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.models import lora
 from mpo_jax.models.evaluation import prefix_values, routed_logprobs
+from mpo_jax.models.mesh import by_rows
 from mpo_jax.models.moe import Routing, router_terms
 from mpo_jax.models.pretrained import critic_params
 from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
@@ -188,6 +189,11 @@ def split_rows(tree, num_microbatches: int):
 def join_rows(tree):
     """Undoes `split_rows`."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
+
+
+def select_rows(tree, rows: Array):
+    """Some rows of [B, …] leaves, divided over the devices again."""
+    return jax.tree.map(lambda x: by_rows(x[rows]), tree)
 
 
 def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 1) -> Callable:

@@ -45,6 +45,7 @@ def run(cache, monkeypatch, capsys):
     def main(workdir, rollout="inline", **changes):
         values = {"CONFIG": runs.config(**changes), "WORKDIR": str(workdir), "ROLLOUT": rollout, "PROFILE": None}
         values |= {"RAY_ADDRESS": "", "RAY_WORKERS": 2, "RAY_GPUS": 0.0}
+        values |= {"COORDINATOR": None, "NUM_PROCESSES": None, "PROCESS_ID": None, "PATIENCE": 60.0, "TIMEOUT": 100.0}
         for name, value in values.items():
             monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
         train.main(None)

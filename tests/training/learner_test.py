@@ -17,9 +17,10 @@ from mpo_jax.models import weights
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.checkpoints import Checkpoints
-from mpo_jax.training.learner import Learner, Settings, describe, informative, learn
+from mpo_jax.training.cluster import Cluster
+from mpo_jax.training.descriptions import describe, informative
+from mpo_jax.training.learner import Learner, Settings, learn
 from mpo_jax.training.metrics import MetricsLog, read_metrics
-from mpo_jax.training.step import Models
 from training import runs
 
 GOOD, BAD = 50, 90
@@ -167,8 +168,14 @@ class Diary:
             evaluate_every=evaluate_every,
         )
         self.events, self.delay, self.ready, self.stop_at = [], delay, 0, stop_at
-        models = play(Models, policy_params=lambda state: state.policy)
-        self.learner = play(Learner, settings=self.settings, take=self.take, update=self.update, models=models)
+        self.learner = play(
+            Learner,
+            settings=self.settings,
+            take=self.take,
+            update=self.update,
+            policy=lambda state: state.policy,
+            cluster=Cluster(),
+        )
 
     def note(self, what, step=None):
         self.events.append(what if step is None else f"{what} {step}")
