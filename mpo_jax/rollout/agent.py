@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -283,7 +284,8 @@ class _Conversation:
             self.end_reason = "token_limit"
 
     def _fail(self, error: Exception) -> None:
-        log.warning("episode %s: the environment failed", self.job.episode_id, exc_info=error)
+        trace = legible("".join(traceback.format_exception(error)))  # whatever bytes the error holds
+        log.warning("episode %s: the environment failed\n%s", self.job.episode_id, trace)
         self.error = legible(f"{type(error).__name__}: {error}")
         self.end_reason = "truncated"
 
