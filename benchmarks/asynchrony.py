@@ -23,7 +23,7 @@ _SKIP = flags.DEFINE_integer("skip", 5, "First steps that no rate counts.", lowe
 _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of the runs.")
 _FLAGS = flags.DEFINE_multi_string("flags", [], "More flags of experiments.train, for all contestants.")
 _ONLY = flags.DEFINE_list("only", [], "Contestants, by the first words of their names; all by default.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Of the runs, kept; a temporary one by default.")
+_FOLDER = flags.DEFINE_string("folder", None, "Of the runs, kept; a temporary one by default.")
 _OUTPUT = flags.DEFINE_string("output", "benchmarks/results", "Folder of the table.")
 
 CONTESTANTS = {
@@ -97,7 +97,7 @@ def main(_) -> None:
     }
     before, found = measure.machine(), {name: [] for name in chosen}
     with tempfile.TemporaryDirectory() as temporary:
-        folder = pathlib.Path(_WORKDIR.value or temporary)
+        folder = pathlib.Path(_FOLDER.value or temporary)
         for turn, seed in enumerate(_SEEDS.value):
             names = list(chosen)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:

@@ -160,12 +160,12 @@ class Cluster:
         Args:
           take: gives it, or None while it is not there.
           wait: called while it is not there.
-          should_stop: whether to stop rather than wait.
+          should_stop: whether to stop rather than wait; asked while it is not there.
           step: of the batch.
 
         Returns:
-          The part, empty where this process has none while others have waited for `patience` seconds; None where any
-          was told to stop before all had one.
+          The part, empty where this process has none while others have waited for `patience` seconds; None where one
+          without was told to stop.
 
         Raises:
           ProcessLost: a process is gone, or at another step.
@@ -174,7 +174,8 @@ class Cluster:
         while True:
             part = take() if part is None else part
             waited = 0.0 if since is None else time.monotonic() - since
-            said = self.agree(step=step, ready=part is not None, waited=waited, stop=should_stop())
+            stop = part is None and should_stop()
+            said = self.agree(step=step, ready=part is not None, waited=waited, stop=stop)
             if part is not None and since is None:
                 since = time.monotonic()  # all have come by now
             if len(set(said["step"])) > 1:
