@@ -52,3 +52,17 @@ def test_read_parses_hits_and_documents():
     (document,) = read("france government: capital name: paris ; capital note: applies to ..")
     assert (document.number, document.text, document.cut) == (None, "paris;", False)
     assert read("what is the capital of france?") == []
+
+
+def test_what_is_answered_stands_so_in_what_was_read():
+    """Behind a space, so that it has the same ids in both places and copying suffices: ".fr", not "fr"."""
+    environment, policy = SearchEnvironment(), ScriptedPolicy()
+    for question in SAMPLE:
+        seen, over = environment.reset(options={"question": question})[0], False
+        policy.reset(question)
+        action = policy.act(seen)
+        while not over:
+            observation, _, terminated, truncated, _ = environment.step(action)
+            seen, over, last = seen + " " + observation.replace("\n", " "), terminated or truncated, action
+            action = "" if over else policy.act(observation)
+        assert f" {last.removeprefix('answer ')}" in seen
