@@ -18,7 +18,8 @@ from mpo_jax.environments.questions import SPLITS
 from mpo_jax.models import pretrained, weights
 from mpo_jax.models.chat import TemplateTokenizer
 from mpo_jax.models.pretrained import Pretrained
-from mpo_jax.rollout.agent import Job, Limits, run_episodes
+from mpo_jax.rollout.agent import run_episodes
+from mpo_jax.rollout.conversation import Job, Limits
 from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
@@ -70,11 +71,14 @@ def make_algorithm(config: ml_collections.ConfigDict) -> algorithms.Algorithm:
     return algorithms.corrected(algorithm, config.correction, **section)
 
 
-def make_admission(config: ml_collections.ConfigDict) -> Admission | None:
-    """The configured bound on staleness."""
-    if config.max_staleness is None:
-        return None
-    return Admission(max_staleness=config.max_staleness, groups_per_step=config.groups_per_step)
+def make_admission(config: ml_collections.ConfigDict) -> Admission:
+    """The configured bounds of what the rollout may begin."""
+    return Admission(
+        max_pending=config.max_pending_groups,
+        max_staleness=config.max_staleness,
+        groups_per_step=config.groups_per_step,
+        straggler_seconds=config.straggler_seconds,
+    )
 
 
 def settle_groups(config: ml_collections.ConfigDict, algorithm: algorithms.Algorithm) -> None:
@@ -228,9 +232,7 @@ def make_terms(config: ml_collections.ConfigDict, number: int) -> Terms:
     """On what terms the worker of a number makes groups."""
     return Terms(
         owner=f"worker-{number}",
-        max_pending=config.max_pending_groups,
         admission=make_admission(config),
-        straggler_seconds=config.straggler_seconds,
         in_flight=config.in_flight_updates,
     )
 

@@ -1,81 +1,16 @@
 """The agent loop: episodes run side by side in an engine's slots, turn by turn.
 
-An episode is an append-only list of ids. The engine is sent only what the environment adds; what it sampled is stored
-as it came, so the record is what the policy saw and did, and no sampled text is ever made into ids again.
+The engine is sent only what the environment adds; see `rollout.conversation` for what becomes of an episode.
 """
 
 import contextlib
-import dataclasses
-import logging
-import math
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 
 import gymnasium
-import numpy as np
 
-from mpo_jax.rollout.observations import Observation, legible, observe
+from mpo_jax.rollout.conversation import Conversation, Job, Limits, whole_action
 from mpo_jax.rollout.protocol import Engine, Generation, Tokenizer
 from mpo_jax.store.episode import Episode
-
-log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One episode to run.
-
-    Attributes:
-      episode_id: of the record.
-      group_id: of the record; the episodes of one group share `options` and `environment_seed`.
-      options: passed to the environment's reset; they name the task.
-      environment_seed: passed to the environment's reset.
-      seed: of the policy's sampling; with the turn's index it gives every turn its own.
-      deadline: on `time.monotonic`'s clock; see `Limits.group_seconds`.
-    """
-
-    episode_id: str
-    group_id: int
-    options: Mapping[str, Any]
-    environment_seed: int
-    seed: int
-    deadline: float = math.inf
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """Where episodes are cut.
-
-    Attributes:
-      observation_tokens: the longest observation, in ids of its text without the template; the rest is cut off.
-      turns: the most turns; None leaves it to the environment.
-      action_tokens: the fewest ids that must be left in the context for a turn to begin.
-      flagged: end an episode that a monitor flags.
-      group_seconds: from when a group is begun until its unfinished episodes are cut, between two turns, with what they
-        have earned by then: "truncated", and the group is whole. They are kept, because a group that waited for ever
-        would hold up all others, one that was dropped would take its task with it, most often a slow task, and one
-        without its slow members would compare the quick ones among themselves. None for no deadline.
-    """
-
-    observation_tokens: int = 256
-    turns: int | None = None
-    action_tokens: int = 1
-    flagged: bool = False
-    group_seconds: float | None = None
-
-    def __post_init__(self):
-        for field in ("observation_tokens", "turns", "action_tokens"):
-            if (limit := getattr(self, field)) is not None and limit < 1:
-                raise ValueError(f"limits: {field} is {limit}, expected at least 1")
-        if self.group_seconds is not None and not self.group_seconds > 0:
-            raise ValueError(f"limits: group_seconds is {self.group_seconds}, expected a positive number")
-
-
-def whole_action(tokens: list[int]) -> list[bool]:
-    """The executable part of an action whose policy writes no reasoning: all of it."""
-    return [True] * len(tokens)
 
 
 def run_episodes(
@@ -91,17 +26,6 @@ def run_episodes(
     """Runs the jobs, as many at a time as the engine has slots, and yields each episode as it ends.
 
     A slot takes the next job between two turns. What an episode samples depends on its job and the weights only.
-
-    - Its end by the environment is "terminated" or "truncated", by `limits.turns` "turn_limit".
-    - A turn that the engine cuts still reaches the environment and earns its reward, but has no end: the episode ends
-      there as "token_limit". So does one whose next observation leaves no room for an action; that observation is
-      dropped, and the engine not asked.
-    - One that a monitor flags (`rollout.monitor`) has its first such turn as `metadata["flagged_turn"]`, and ends there
-      as "truncated" where `limits.flagged` says so. The turns' scores are `metadata["progress"]`.
-    - One whose deadline has passed is cut before its next turn, or its first: it ends as "truncated", with
-      `metadata["deadline_passed"]`.
-    - One whose environment raises, or says what is no observation, ends as "truncated" with `metadata["error"]` and NaN
-      as its last reward (no turns at all if it failed before the first): the learner masks and counts it.
 
     Args:
       engine: samples the turns.
@@ -120,191 +44,82 @@ def run_episodes(
     Raises:
       ValueError: the engine answers a slot that it was not asked for.
     """
-    running: dict[int, _Conversation] = {}
-    asked: dict[int, int] = {}
     idle: list[gymnasium.Env] = []
 
-    def begin(job: Job | None) -> _Conversation | None:
+    def begin(job: Job | None) -> Conversation | None:
         if job is None:
             return None
         environment = idle.pop() if idle else make_environment()
-        conversation = _Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
+        conversation = Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
         conversation.start()
         return conversation
 
-    def finish(conversation: _Conversation) -> Episode:
-        if conversation.error:  # its state is unknown
+    slots, waiting = _Slots(engine, idle), map(begin, jobs)
+    try:
+        while True:
+            yield from slots.fill(waiting)
+            if not slots.running or should_stop():
+                return
+            yield from slots.play_turns()
+    finally:
+        slots.close()
+
+
+class _Slots:
+    """The engine's slots with the episodes in them, and the environments that rest."""
+
+    def __init__(self, engine: Engine, idle: list[gymnasium.Env]):
+        self.engine, self.idle = engine, idle
+        self.running: dict[int, Conversation] = {}
+        self._asked: dict[int, int] = {}  # slot -> version when its turn began, of the turns under way
+
+    def fill(self, waiting: Iterator[Conversation | None]) -> Iterator[Episode]:
+        """Gives free slots the episodes that come next, and yields those that ended before their first turn."""
+        for slot in range(self.engine.num_slots):
+            while slot not in self.running and (conversation := next(waiting, None)) is not None:
+                if conversation.end_reason:
+                    yield self._finish(conversation)
+                else:
+                    self.running[slot] = conversation
+            if slot not in self.running:
+                return  # no job for it: none for the others
+
+    def play_turns(self) -> Iterator[Episode]:
+        """Has the turns that end next acted upon, and yields the episodes that end with them or by the clock."""
+        for slot, (generation, version) in self._sample_turns().items():
+            self.running[slot].act(generation, version)
+        for slot in list(self.running):
+            self.running[slot].watch_the_clock()
+            if self.running[slot].end_reason:
+                self.engine.free(slot)
+                self._asked.pop(slot, None)
+                yield self._finish(self.running.pop(slot))
+
+    def _sample_turns(self) -> dict[int, tuple[Generation, int]]:
+        """The turns that end next, by slot, each with the oldest version that can have sampled any of it."""
+        new = {slot: conversation for slot, conversation in self.running.items() if slot not in self._asked}
+        self._asked |= dict.fromkeys(new, self.engine.version)
+        generations = self.engine.generate(
+            {slot: conversation.unread for slot, conversation in new.items()},
+            {slot: conversation.next_seed() for slot, conversation in new.items()},
+        )
+        if generations.keys() - self._asked.keys():
+            raise ValueError(f"the engine answered slots {sorted(generations)}, expected some of {sorted(self._asked)}")
+        version = self.engine.version
+        return {slot: (turn, min(self._asked.pop(slot), version)) for slot, turn in generations.items()}
+
+    def _finish(self, conversation: Conversation) -> Episode:
+        if conversation.error:  # its environment's state is unknown
             with contextlib.suppress(Exception):
                 conversation.environment.close()
         else:
-            idle.append(conversation.environment)
+            self.idle.append(conversation.environment)
         return conversation.record()
 
-    waiting = map(begin, jobs)
-    try:
-        while True:
-            for slot in range(engine.num_slots):
-                while slot not in running and (conversation := next(waiting, None)) is not None:
-                    if conversation.end_reason:
-                        yield finish(conversation)
-                    else:
-                        running[slot] = conversation
-                if slot not in running:
-                    break  # no job for it: none for the others
-            if not running or should_stop():
-                return
-            for slot, (generation, version) in _sample_turns(engine, running, asked).items():
-                running[slot].act(generation, version)
-            for slot in list(running):
-                running[slot].watch_the_clock()
-                if running[slot].end_reason:
-                    engine.free(slot)
-                    asked.pop(slot, None)
-                    yield finish(running.pop(slot))
-    finally:
-        for slot, conversation in running.items():
-            engine.free(slot)
-            idle.append(conversation.environment)
-        for environment in idle:
+    def close(self) -> None:
+        """Gives up what still runs, and closes all environments."""
+        for slot, conversation in self.running.items():
+            self.engine.free(slot)
+            self.idle.append(conversation.environment)
+        for environment in self.idle:
             environment.close()
-
-
-def _sample_turns(
-    engine: Engine, running: "dict[int, _Conversation]", asked: dict[int, int]
-) -> dict[int, tuple[Generation, int]]:
-    """The turns that end next, each with the oldest version that can have sampled any of it.
-
-    Args:
-      engine: samples.
-      running: all episodes, by slot; those whose turn is not under way yet begin one.
-      asked: slot -> version when its turn began, of the turns under way; kept up to date here.
-    """
-    new = {slot: conversation for slot, conversation in running.items() if slot not in asked}
-    asked |= dict.fromkeys(new, engine.version)
-    generations = engine.generate(
-        {slot: conversation.unread for slot, conversation in new.items()},
-        {slot: derive_seed(conversation.job.seed, len(conversation.rewards)) for slot, conversation in new.items()},
-    )
-    if generations.keys() - asked.keys():
-        raise ValueError(f"the engine answered slots {sorted(generations)}, expected some of {sorted(asked)}")
-    return {slot: (turn, min(asked.pop(slot), engine.version)) for slot, turn in generations.items()}
-
-
-def derive_seed(*path: int) -> int:
-    """A seed in 0..2^31-1 of its own for each path of numbers (run, group, member, turn)."""
-    return int(np.random.SeedSequence(path).generate_state(1)[0] >> 1)
-
-
-class _Conversation:
-    """A running episode: the append-only lists of its record, and the ids that the policy has yet to read."""
-
-    def __init__(
-        self,
-        job: Job,
-        environment: gymnasium.Env,
-        tokenizer: Tokenizer,
-        context_length: int,
-        limits: Limits,
-        executable: Callable[[list[int]], list[bool]],
-    ):
-        self.job, self.environment, self.tokenizer = job, environment, tokenizer
-        self.context_length, self.limits, self.executable = context_length, limits, executable
-        self.task_id, self.end_reason, self.error = str(job.group_id), "", ""
-        self.unread: list[int] = []
-        self.next_state_id = 0
-        self.tokens, self.action_mask, self.executable_mask, self.turn_ids, self.logprobs = [], [], [], [], []
-        self.rewards, self.state_ids, self.versions = [], [], []
-        self.observations, self.actions, self.progress, self.notes = [], [], [], {}
-
-    def start(self) -> None:
-        """Resets the environment and reads the prompt."""
-        self.watch_the_clock()
-        if self.end_reason:
-            return
-        try:
-            text, info = self.environment.reset(seed=self.job.environment_seed, options=dict(self.job.options))
-            observation = observe(text, info, self.limits.observation_tokens)
-        except Exception as error:
-            self._fail(error)
-        else:
-            self.task_id = observation.task_id or self.task_id
-            self._read(observation, self.tokenizer.render_prompt)
-
-    def watch_the_clock(self) -> None:
-        """Cuts an episode that has not ended by its deadline; a turn under way is dropped."""
-        if not self.end_reason and time.monotonic() > self.job.deadline:
-            self.end_reason, self.notes["deadline_passed"] = "truncated", True
-
-    def act(self, generation: Generation, version: int) -> None:
-        """Appends what the policy has read and sampled, and lets the environment answer."""
-        self._append(self.unread, [0.0] * len(self.unread), sampled=False)
-        self._append(generation.tokens, generation.logprobs, sampled=True)
-        self.state_ids.append(self.next_state_id)
-        self.versions.append(version)
-        stopped = generation.finish_reason == "stop"
-        action = self.tokenizer.decode(generation.tokens[:-1] if stopped else generation.tokens)
-        self.actions.append(action)
-        self.progress += [] if generation.progress is None else [generation.progress]
-        if generation.flagged:
-            self.notes.setdefault("flagged_turn", len(self.rewards))
-        try:
-            text, reward, terminated, truncated, info = self.environment.step(action)
-            reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
-            observation = observe(text, info, self.limits.observation_tokens)
-        except Exception as error:
-            self.rewards.append(float("nan"))
-            self._fail(error)
-            return
-        self.rewards.append(reward)
-        if generation.finish_reason == "length":
-            self.end_reason = "token_limit"
-        elif terminated or truncated:
-            self.end_reason = "terminated" if terminated else "truncated"
-        elif len(self.rewards) == self.limits.turns:
-            self.end_reason = "turn_limit"
-        elif generation.flagged and self.limits.flagged:
-            self.end_reason = "truncated"
-        self._read(observation, self.tokenizer.render_observation)
-
-    def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
-        self.tokens += ids
-        self.logprobs += logprobs
-        self.action_mask += [sampled] * len(ids)
-        self.executable_mask += self.executable(ids) if sampled else [False] * len(ids)
-        self.turn_ids += [len(self.rewards)] * len(ids)
-
-    def _read(self, observation: Observation, render: Callable[[str, int], list[int]]) -> None:
-        """Keeps what the environment says; the ids wait in `unread` and are stored with the turn that they lead to."""
-        self.observations.append(observation.text)
-        self.notes |= observation.notes
-        self.next_state_id = observation.state_id
-        self.unread = render(observation.text, self.limits.observation_tokens)
-        used = len(self.tokens) + len(self.unread)
-        if not self.end_reason and used + self.limits.action_tokens > self.context_length:
-            self.end_reason = "token_limit"
-
-    def _fail(self, error: Exception) -> None:
-        trace = legible("".join(traceback.format_exception(error)))  # whatever bytes the error holds
-        log.warning("episode %s: the environment failed\n%s", self.job.episode_id, trace)
-        self.error = legible(f"{type(error).__name__}: {error}")
-        self.end_reason = "truncated"
-
-    def record(self) -> Episode:
-        """The finished episode; texts, the environment's notes and its error, if it failed, are the metadata."""
-        failure = {"error": self.error} if self.error else {}
-        progress = {"progress": self.progress} if self.progress else {}
-        return Episode(
-            episode_id=self.job.episode_id,
-            group_id=self.job.group_id,
-            task_id=self.task_id,
-            tokens=self.tokens,
-            action_mask=self.action_mask,
-            executable_mask=self.executable_mask,
-            turn_ids=self.turn_ids,
-            logprobs=self.logprobs,
-            rewards=self.rewards,
-            state_ids=self.state_ids,
-            versions=self.versions,
-            end_reason=self.end_reason,
-            metadata=self.notes | {"observations": self.observations, "actions": self.actions} | progress | failure,
-        )

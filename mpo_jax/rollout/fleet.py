@@ -41,9 +41,9 @@ class Desk:
         self._vocab_size = vocab_size
         self._shared: tuple[int, ray.ObjectRef] | None = None
 
-    def reserve(self, owner: str, lease: float, limits: dict[str, Any]) -> int | None:
+    def reserve(self, owner: str, lease: float, admission: Admission) -> int | None:
         """See `EpisodeStore.reserve`."""
-        return self._store.reserve(owner, lease, **limits)
+        return self._store.reserve(owner, lease, admission)
 
     def renew(self, owner: str, lease: float) -> None:
         """See `EpisodeStore.renew`."""
@@ -76,18 +76,9 @@ class RemoteStore:
     def __init__(self, desk: ray.actor.ActorHandle):
         self._desk = desk
 
-    def reserve(
-        self,
-        owner: str,
-        lease: float,
-        *,
-        max_pending: int | None = None,
-        admission: Admission | None = None,
-        straggler_seconds: float | None = None,
-    ) -> int | None:
+    def reserve(self, owner: str, lease: float, admission: Admission = Admission()) -> int | None:
         """See `EpisodeStore.reserve`."""
-        limits = {"max_pending": max_pending, "admission": admission, "straggler_seconds": straggler_seconds}
-        return ray.get(self._desk.reserve.remote(owner, lease, limits))
+        return ray.get(self._desk.reserve.remote(owner, lease, admission))
 
     def renew(self, owner: str, lease: float) -> None:
         """See `EpisodeStore.renew`."""

@@ -90,15 +90,7 @@ class Tokenizer(Protocol):
 class GroupStore(Protocol):
     """What a producer asks of the episode store, in this process or another; see `store.sqlite.EpisodeStore`."""
 
-    def reserve(
-        self,
-        owner: str,
-        lease: float,
-        *,
-        max_pending: int | None = None,
-        admission: Admission | None = None,
-        straggler_seconds: float | None = None,
-    ) -> int | None:
+    def reserve(self, owner: str, lease: float, admission: Admission = Admission()) -> int | None:
         """The index of a group to make, or None for none now."""
 
     def renew(self, owner: str, lease: float) -> None:

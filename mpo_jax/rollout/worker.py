@@ -19,7 +19,8 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from mpo_jax.rollout.agent import Job, Limits, derive_seed, run_episodes, whole_action
+from mpo_jax.rollout.agent import run_episodes
+from mpo_jax.rollout.conversation import Job, Limits, derive_seed, whole_action
 from mpo_jax.rollout.protocol import Engine, GroupStore, Tokenizer, WeightSource
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
@@ -92,18 +93,14 @@ class Terms:
     Attributes:
       owner: its name in the store, unlike that of any other worker and kept over restarts.
       lease: seconds that a reservation outlives its producer; renewed between turns.
-      max_pending: back-pressure over all workers; at least as many groups as the learner takes at once. None for none.
-      admission: the bound on staleness, None for none; its version is set to the engine's.
-      straggler_seconds: a group that others have had in the making for longer is made here too; None for never.
+      admission: which groups it may begin; the version is set to the engine's.
       in_flight: take new weights while episodes run.
       poll: seconds of a sleep while there is nothing to do.
     """
 
     owner: str = "worker-0"
     lease: float = 120.0
-    max_pending: int | None = None
-    admission: Admission | None = None
-    straggler_seconds: float | None = None
+    admission: Admission = Admission()
     in_flight: bool = False
     poll: float = 0.2
 
@@ -175,16 +172,8 @@ def run_groups(
 
 def _reserve(rollout: Rollout, store: GroupStore, terms: Terms) -> int | None:
     """The next index that may be begun with the engine's weights."""
-    admission = terms.admission
-    if admission is not None:
-        admission = dataclasses.replace(admission, version=rollout.engine.version)
-    return store.reserve(
-        terms.owner,
-        terms.lease,
-        max_pending=terms.max_pending,
-        admission=admission,
-        straggler_seconds=terms.straggler_seconds,
-    )
+    admission = dataclasses.replace(terms.admission, version=rollout.engine.version)
+    return store.reserve(terms.owner, terms.lease, admission)
 
 
 def run_worker(

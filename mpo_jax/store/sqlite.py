@@ -87,40 +87,27 @@ class EpisodeStore:
 
     # Producers.
 
-    def reserve(
-        self,
-        owner: str,
-        lease: float,
-        *,
-        max_pending: int | None = None,
-        admission: Admission | None = None,
-        straggler_seconds: float | None = None,
-    ) -> int | None:
+    def reserve(self, owner: str, lease: float, admission: Admission = Admission()) -> int | None:
         """Gives a producer the lowest group index that is neither stored nor reserved by a live producer.
+
+        An index below one that is stored or being made is given out whatever the bounds: the learner waits for it.
 
         Args:
           owner: name of the producer, kept over its restarts.
           lease: seconds until the reservation lapses, unless renewed, and the index is given out again.
-          max_pending: back-pressure: the most groups waiting to be taken plus groups in the making, of all
-            producers together; at least as many as one `take` wants. An index below one that is stored or being made
-            is given out regardless: the learner waits for it.
-          admission: the bound on staleness, with the version of the producer's weights; None = no bound.
-          straggler_seconds: an index that other producers have held for longer, alive or not, is given out once more,
-            whatever the limits: the same episodes are played anew, and the group that is whole first counts, so the
-            learner is held up by no slow producer, and no task is favoured for being quick. None = never.
+          admission: the bounds, with the version of the producer's weights.
 
         Returns:
-          The index, or None while `max_pending` is reached or a new group would be too old when it is trained on.
+          The index, or None while the bounds allow no new group.
         """
         now = time.time()
         with self._transaction() as db:
             db.execute("DELETE FROM reservations WHERE expires <= ?", (now,))
-            group_id = self._number(_LOWEST_FREE, owner, now - straggler_seconds if straggler_seconds else -1.0)
+            slow = now - admission.straggler_seconds if admission.straggler_seconds else -1.0
+            group_id = self._number(_LOWEST_FREE, owner, slow)
             if group_id > self._number(_LAST_BEGUN):
                 ahead = self.pending() + self._number("SELECT COUNT(DISTINCT group_id) FROM reservations")
-                if max_pending is not None and ahead >= max_pending:
-                    return None
-                if admission is not None and not admission.capacity(self.next_step(), ahead):
+                if not admission.capacity(self.next_step(), ahead):
                     return None
             db.execute("INSERT INTO reservations VALUES (?, ?, ?, ?)", (group_id, owner, now, now + lease))
         return group_id

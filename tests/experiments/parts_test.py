@@ -250,11 +250,7 @@ def test_staleness_settles_the_back_pressure(staleness, pending):
     assert config.max_pending_groups == pending
     assert parts.make_settings(config).max_staleness == staleness
     admission = parts.make_admission(config)
-    assert (
-        (admission is None)
-        if staleness is None
-        else (admission.groups_per_step, admission.max_staleness) == (2, staleness)
-    )
+    assert (admission.groups_per_step, admission.max_staleness, admission.max_pending) == (2, staleness, pending)
 
 
 def test_a_negative_staleness_is_refused():

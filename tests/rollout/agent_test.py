@@ -7,8 +7,9 @@ import types
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine, say
 
-from mpo_jax.rollout import agent
-from mpo_jax.rollout.agent import Job, Limits, derive_seed, run_episodes
+from mpo_jax.rollout import conversation
+from mpo_jax.rollout.agent import run_episodes
+from mpo_jax.rollout.conversation import Job, Limits, derive_seed
 from mpo_jax.rollout.protocol import Generation
 from mpo_jax.store.episode import validate
 
@@ -198,7 +199,7 @@ class OneAtATime(ScriptedEngine):
 def clock(monkeypatch):
     """The agent's clock, which tells how often the engine was asked."""
     engines = []
-    monkeypatch.setattr(agent, "time", types.SimpleNamespace(monotonic=lambda: len(engines[0].calls)))
+    monkeypatch.setattr(conversation, "time", types.SimpleNamespace(monotonic=lambda: len(engines[0].calls)))
     return engines.append
 
 

@@ -12,6 +12,7 @@ from fakes import Counting, ScriptedEngine
 from worker_test import random_words, rollout
 
 from mpo_jax.rollout.worker import Terms, run_groups
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 
@@ -21,7 +22,7 @@ import ray
 from mpo_jax.rollout import fleet
 
 pytestmark = pytest.mark.slow
-TERMS = Terms(max_pending=12, straggler_seconds=1.0, poll=0.05)
+TERMS = Terms(admission=Admission(max_pending=12, straggler_seconds=1.0), poll=0.05)
 
 
 class Faulty(Counting):

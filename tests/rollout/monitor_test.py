@@ -6,7 +6,8 @@ import pytest
 from fakes import END, Counting, Letters, ScriptedEngine, say
 from models import tiny
 
-from mpo_jax.rollout.agent import Job, Limits, run_episodes
+from mpo_jax.rollout.agent import run_episodes
+from mpo_jax.rollout.conversation import Job, Limits
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.rollout.protocol import Engine, Generation
 from mpo_jax.store.episode import decode, encode

@@ -7,7 +7,8 @@ import pytest
 from fakes import Letters, ScriptedEngine, say
 
 from mpo_jax.environments.text import MAXIMAL_TEXT
-from mpo_jax.rollout.agent import Job, Limits, run_episodes
+from mpo_jax.rollout.agent import run_episodes
+from mpo_jax.rollout.conversation import Job, Limits
 from mpo_jax.rollout.observations import observe
 from mpo_jax.rollout.worker import Rollout, run_groups
 from mpo_jax.store.episode import decode, encode

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine
 
-from mpo_jax.rollout import agent, worker
-from mpo_jax.rollout.agent import Limits
+from mpo_jax.rollout import conversation, worker
+from mpo_jax.rollout.conversation import Limits
 from mpo_jax.rollout.worker import Rollout, Terms, run_groups, run_worker, stop_on_signals
 from mpo_jax.store import sqlite
 from mpo_jax.store.admission import Admission
@@ -91,7 +91,7 @@ def test_BUG_138_a_task_that_always_fails_leaves_no_gap(store):
 
 def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
     parts = rollout()
-    run_worker(parts, store, weights, Terms(max_pending=9, poll=0.01), should_stop=calls_until(3))
+    run_worker(parts, store, weights, Terms(admission=Admission(max_pending=9), poll=0.01), should_stop=calls_until(3))
     assert (parts.engine.loaded, store.count()) == ([], 0)
     restored = []
     for version in (1, 2):
@@ -100,7 +100,7 @@ def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
             parts,
             store,
             weights,
-            Terms(max_pending=99, poll=0.01),
+            Terms(admission=Admission(max_pending=99), poll=0.01),
             should_stop=calls_until(20),
             restore=restored.append,
         )
@@ -112,7 +112,9 @@ def test_worker_waits_for_weights_then_takes_each_newer_version(store, weights):
 
 def test_BUG_143_worker_stops_making_groups_when_enough_wait(store, weights):
     weights.publish({"w": np.ones(2)}, 0)
-    run_worker(rollout(), store, weights, Terms(max_pending=3, poll=0.001), should_stop=calls_until(200))
+    run_worker(
+        rollout(), store, weights, Terms(admission=Admission(max_pending=3), poll=0.001), should_stop=calls_until(200)
+    )
     assert store.pending() == 3
     assert len(store.take(3, 1)) == 3
 
@@ -121,14 +123,18 @@ def test_worker_goes_back_to_the_weights_of_a_resumed_learner(store, weights):
     parts = rollout()
     for version in (5, 2):
         weights.publish({"w": np.ones(2)}, version)
-        run_worker(parts, store, weights, Terms(max_pending=1, poll=0.001), should_stop=calls_until(3))
+        run_worker(
+            parts, store, weights, Terms(admission=Admission(max_pending=1), poll=0.001), should_stop=calls_until(3)
+        )
     assert parts.engine.loaded == [5, 2]
 
 
 def test_BUG_144_a_stopped_worker_gives_its_groups_back(store, weights):
     weights.publish({"w": np.ones(2)}, 0)
     parts = rollout(task_stream=lambda group_id: {"turns": 10**9})
-    run_worker(parts, store, weights, Terms(max_pending=9, poll=0.001), should_stop=calls_until(10))
+    run_worker(
+        parts, store, weights, Terms(admission=Admission(max_pending=9), poll=0.001), should_stop=calls_until(10)
+    )
     assert parts.engine.contexts == {}
     assert store.reserve("other", 60.0) == 0
 
@@ -145,7 +151,7 @@ sys.path.insert(0, {tests!r})
 from worker_test import *
 with stop_on_signals() as should_stop:
     run_worker(rollout(), EpisodeStore({folder!r} + "/episodes.sqlite"), PublishedWeights({folder!r} + "/weights"),
-               Terms(max_pending={limit}, poll=0.01), should_stop=should_stop)
+               Terms(admission=Admission(max_pending={limit}), poll=0.01), should_stop=should_stop)
 print("clean")
 """
 
@@ -233,7 +239,7 @@ def test_a_group_that_must_wait_is_asked_for_again_while_others_run(store):
     def refresh():
         asked.append(store.take(1, len(asked)))  # a learner that is fast
 
-    assert run_groups(made, store, 3, Terms(max_pending=2), refresh=refresh) == 3
+    assert run_groups(made, store, 3, Terms(admission=Admission(max_pending=2)), refresh=refresh) == 3
 
 
 def test_a_group_of_its_own_that_lapsed_during_a_long_turn_is_not_made_twice_at_once(store):
@@ -252,7 +258,7 @@ def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_an
     """Every third task never ends by itself: its groups are neither rarer nor smaller, and they hold nobody up."""
     engine = ScriptedEngine(random_words, num_slots=9)
     clock = types.SimpleNamespace(monotonic=lambda: len(engine.calls))
-    monkeypatch.setattr(agent, "time", clock)
+    monkeypatch.setattr(conversation, "time", clock)
     monkeypatch.setattr(worker, "time", clock)
     made = rollout(
         engine=engine,
@@ -273,7 +279,7 @@ def test_a_slow_worker_holds_nobody_up(store, tmp_path, monkeypatch):
     monkeypatch.setattr(sqlite, "time", types.SimpleNamespace(time=lambda: now))
     assert store.reserve("slow", 60.0) == 0
     fast = EpisodeStore(tmp_path / "episodes.sqlite")
-    terms = Terms(owner="fast", max_pending=3, straggler_seconds=20.0)
+    terms = Terms(owner="fast", admission=Admission(max_pending=3, straggler_seconds=20.0))
     assert run_groups(rollout(), fast, 10, terms) == 2
     assert store.take(3, 0) is None
     now += 21

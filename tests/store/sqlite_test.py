@@ -12,6 +12,7 @@ import msgspec
 import pytest
 
 from mpo_jax.store import sqlite
+from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode, InvalidEpisode
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
 
@@ -130,16 +131,17 @@ def test_reservations_lapse_are_renewed_and_released(store):
 
 
 def test_BUG_143_waiting_groups_and_those_in_the_making_stay_below_the_limit(store):
-    assert [store.reserve(owner, 60.0, max_pending=2) for owner in "abc"] == [0, 1, None]
+    assert [store.reserve(owner, 60.0, Admission(max_pending=2)) for owner in "abc"] == [0, 1, None]
     add(store, 0)
-    assert store.reserve("c", 60.0, max_pending=2) is None
+    assert store.reserve("c", 60.0, Admission(max_pending=2)) is None
     store.take(1, 1)
-    assert store.reserve("c", 60.0, max_pending=2) == 2
+    assert store.reserve("c", 60.0, Admission(max_pending=2)) == 2
 
 
 def test_a_gap_below_a_stored_group_is_given_out_whatever_the_limit(store):
     add(store, 0, 1, 3)
-    assert [store.reserve("a", 60.0, max_pending=1), store.reserve("a", 60.0, max_pending=1)] == [2, None]
+    full = Admission(max_pending=1)
+    assert [store.reserve("a", 60.0, full), store.reserve("a", 60.0, full)] == [2, None]
 
 
 def test_a_group_that_takes_too_long_is_given_to_one_other_producer_at_a_time(store, monkeypatch):
@@ -147,12 +149,12 @@ def test_a_group_that_takes_too_long_is_given_to_one_other_producer_at_a_time(st
     monkeypatch.setattr(sqlite, "time", types.SimpleNamespace(time=lambda: now))
 
     def reserve(owner):
-        return store.reserve(owner, 60.0, max_pending=2, straggler_seconds=20.0)
+        return store.reserve(owner, 60.0, Admission(max_pending=2, straggler_seconds=20.0))
 
     assert [reserve("a"), reserve("a"), reserve("b")] == [0, 1, None]
     now += 21
     assert [reserve("a"), reserve("b"), reserve("c"), reserve("d")] == [None, 0, 1, None]  # never its own again
-    assert store.reserve("e", 60.0, max_pending=3) == 2  # two groups are in the making, however many make them
+    assert store.reserve("e", 60.0, Admission(max_pending=3)) == 2  # two are in the making, however many make them
     store.release("a")
     add(store, 0)
     assert reserve("f") is None
