@@ -3,15 +3,17 @@
     python -m benchmarks.soak --minutes=20
 
 Four workers fill the store and a learner takes from it, as in a run, with a scripted policy in the place of the model.
-Whenever some more episodes have been stored, a worker or the learner is killed with -9; some workers come back to a
-full disk (their files may not grow); and now and then an episode's tool hangs for longer than its worker's lease. At
-the end, what the learner's checkpoint says that it trained on is counted: by id, none is missing or there twice.
+Whenever some more groups have been stored, a worker or the learner is killed with -9; some come back to a full disk
+(their files may not grow beyond a random size); and now and then an episode's tool hangs for longer than its worker's
+lease, or, in a process of its own, than it may. The store has no process: whoever has its file open may be killed in
+the middle of a commit. At the end, what the learner's checkpoint says that it trained on is counted: by id, none is
+missing or there twice. So that a leak would show, the last worker is spared, and the learner in the second half.
 """
 
 import collections
+import contextlib
 import json
 import multiprocessing
-import os
 import random
 import resource
 import tempfile
@@ -19,109 +21,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import gymnasium
-import numpy as np
 from absl import app, flags
 
-from mpo_jax.rollout.protocol import Generation
-from mpo_jax.rollout.worker import Rollout, Terms, run_groups
+from benchmarks.soak_roles import GROUP_SIZE, GROUPS_PER_STEP, learn, work
 from mpo_jax.store.sqlite import EpisodeStore
-from mpo_jax.store.weights import PublishedWeights
 
 MINUTES = flags.DEFINE_float("minutes", 20.0, "How long.", lower_bound=0)
-WORKERS = flags.DEFINE_integer("workers", 4, "Workers side by side.", lower_bound=1)
+WORKERS = flags.DEFINE_integer("workers", 4, "Workers side by side.", lower_bound=2)
 SEED = flags.DEFINE_integer("seed", 0, "Of what fails when.")
 FOLDER = flags.DEFINE_string("folder", None, "Of the run; a temporary one by default.")
+OUTPUT = flags.DEFINE_string("output", "benchmarks/results", "Folder of the table.")
 
-GROUP_SIZE, GROUPS_PER_STEP, MAX_PENDING, LEASE, END = 2, 4, 32, 2.0, 0
-CHECKPOINT_EVERY = 3  # steps; a kill in between must neither lose nor repeat what they took
-
-
-class ScriptedEngine:
-    """Answers each turn with ids that depend on the episode's seed, as a sampler's would."""
-
-    num_slots, context_length, exact = 4, 64, True
-
-    def __init__(self):
-        self.version = 0
-
-    def generate(self, new_tokens, seeds):
-        return {slot: Generation([1 + seeds[slot] % 97, END], [-1.0, -0.5], "stop") for slot in new_tokens}
-
-    def free(self, slot):
-        pass
-
-    def load(self, params, version):
-        self.version = version
-
-
-class Letters:
-    """One id a letter."""
-
-    end_of_turn = END
-
-    def decode(self, ids):
-        return "".join(map(chr, ids))
-
-    def render_prompt(self, text, limit=None):
-        return [ord(letter) for letter in text[:limit]]
-
-    render_observation = render_prompt
-
-
-class HangingTool(gymnasium.Env):
-    """Two turns; once in a few hundred, the tool takes longer than a worker's lease."""
-
-    def reset(self, *, seed=None, options=None):
-        self.turn, self.random = 0, random.Random(os.urandom(8))
-        return "go", {"task_id": str(options["task"])}
-
-    def step(self, action):
-        self.turn += 1
-        time.sleep(2 * LEASE if self.random.random() < 0.003 else 0.002)
-        return "on", float(self.turn == 2), self.turn == 2, False, {}
-
-
-def work(folder: Path, number: int, full_disk: bool) -> None:
-    """A worker's life; on a full disk, its files may not grow."""
-    if full_disk:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    store, weights = EpisodeStore(folder / "episodes.sqlite", vocab_size=200), PublishedWeights(folder / "weights")
-    rollout = Rollout(
-        engine=ScriptedEngine(),
-        tokenizer=Letters(),
-        make_environment=HangingTool,
-        task_stream=lambda group_id: {"task": group_id},
-        group_size=GROUP_SIZE,
-    )
-    terms = Terms(owner=f"worker-{number}", lease=LEASE, max_pending=MAX_PENDING, straggler_seconds=LEASE / 2)
-    while True:
-        if (latest := weights.latest_version()) is not None and latest != rollout.engine.version:
-            rollout.engine.load(None, latest)
-        if not run_groups(rollout, store, 2, terms):
-            time.sleep(0.05)
-
-
-def learn(folder: Path) -> None:
-    """A learner's life: its state is the list of what it trained on, by step."""
-    store, weights = EpisodeStore(folder / "episodes.sqlite", vocab_size=200), PublishedWeights(folder / "weights")
-    path = folder / "checkpoint.json"
-    trained = json.loads(path.read_text())["trained"] if path.exists() else []
-    store.rewind(len(trained) - 1)
-    while True:
-        weights.publish({"w": np.full(1000, len(trained), np.float32)}, len(trained))
-        while (groups := store.take(GROUPS_PER_STEP, len(trained))) is None:
-            time.sleep(0.02)
-        trained.append([episode.episode_id for group in groups for episode in group])
-        if len(trained) % CHECKPOINT_EVERY == 0:
-            beside = path.with_suffix(".new")
-            beside.write_text(json.dumps({"trained": trained}))
-            beside.replace(path)
+DEADLOCK_SECONDS = 60.0  # without a step or a stored group, after which all is taken to stand still
 
 
 def start(role: Callable, *arguments) -> multiprocessing.Process:
     """A process of its own, forked: it may be killed at any moment and is back at once."""
-    process = multiprocessing.get_context("fork").Process(target=role, args=arguments, daemon=True)
+    process = multiprocessing.get_context("fork").Process(target=role, args=arguments)
     process.start()
     return process
 
@@ -135,45 +51,85 @@ def memory(process: multiprocessing.Process) -> float:
     return pages * resource.getpagesize() / 2**20
 
 
-def await_progress(store: EpisodeStore, episodes: int, patience: float = 20.0) -> None:
-    """Waits until so many more episodes are stored, or for some seconds."""
-    first, deadline = store.count(), time.monotonic() + patience
-    while store.count() < first + episodes and time.monotonic() < deadline:
-        time.sleep(0.1)
+class Attack:
+    """All processes of the run, and what has happened to them."""
 
+    def __init__(self, folder: Path, seed: int, workers: int):
+        self.folder, self.random, self.happened = folder, random.Random(seed), collections.Counter()
+        self.learner = start(learn, folder, None)
+        self.workers = [start(work, folder, number, None) for number in range(workers)]
+        self.seen, self.seen_at, self.longest_wait = (0, 0), time.monotonic(), 0.0
 
-def attack(folder: Path) -> dict[str, float]:
-    """Runs everything for the time given and lets it fail; what happened, in numbers."""
-    rng, counts = random.Random(SEED.value), collections.Counter()
-    learner, workers = start(learn, folder), [start(work, folder, n, False) for n in range(WORKERS.value)]
-    store, sizes = EpisodeStore(folder / "episodes.sqlite", read_only=True), []
-    deadline, trained_until = time.monotonic() + 60 * MINUTES.value, 0
-    try:
-        while time.monotonic() < deadline:
-            await_progress(store, rng.randint(8, 200))
-            sizes.append(memory(learner))
-            steps = len(store.steps())
-            if rng.random() < 0.2 and steps > trained_until:  # it has trained since it was last killed
-                learner.kill()
-                counts["learner killed"] += 1
-                trained_until = steps
-            else:
-                rng.choice(workers).kill()
-                counts["worker killed"] += 1
+    def look(self) -> tuple[int, int]:
+        """The highest stored group and the learner's next step.
+
+        Raises:
+          AssertionError: nothing moves any more.
+        """
+        # Closed again before anybody is forked: what SQLite knows of its locks must not be inherited.
+        with contextlib.closing(EpisodeStore(self.folder / "episodes.sqlite", read_only=True)) as store:
+            now, seen = time.monotonic(), (store.last_group() or 0, store.next_step())
+        self.longest_wait = max(self.longest_wait, now - self.seen_at)
+        assert now - self.seen_at < DEADLOCK_SECONDS, f"nothing moves any more at group and step {seen}"
+        if seen != self.seen:
+            self.seen, self.seen_at = seen, now
+        return seen
+
+    def await_groups(self, number: int, deadline: float) -> None:
+        """Waits until so many more groups are stored, or for some seconds."""
+        first, patience = self.look()[0], min(time.monotonic() + 20, deadline)
+        while self.look()[0] < first + number and time.monotonic() < patience:
             time.sleep(0.1)
-            if not learner.is_alive():
-                learner = start(learn, folder)
-            for number, worker in enumerate(workers):
-                if not worker.is_alive():
-                    full = rng.random() < 0.25
-                    counts["disk full"] += full
-                    counts["worker ended by itself"] += (worker.exitcode or 0) > 0
-                    workers[number] = start(work, folder, number, full)
-    finally:
-        for process in (learner, *workers):
+
+    def strike(self, spare_learner: bool) -> None:
+        """Kills one of those that are not spared."""
+        if not spare_learner and self.random.random() < 0.2:
+            self.learner.kill()
+            self.happened["learner killed"] += 1
+        else:
+            self.random.choice(self.workers[:-1]).kill()
+            self.happened["worker killed"] += 1
+
+    def revive(self) -> None:
+        """Starts anew whoever has gone, some of them on a full disk."""
+        if not self.learner.is_alive():
+            self.learner = start(learn, self.folder, self._disk(self.learner, "learner"))
+        for number, worker in enumerate(self.workers):
+            if not worker.is_alive():
+                self.workers[number] = start(work, self.folder, number, self._disk(worker, "worker"))
+
+    def _disk(self, gone: multiprocessing.Process, role: str) -> int | None:
+        gone.join()
+        self.happened[f"{role} ended by itself"] += gone.exitcode > 0
+        if self.random.random() >= 0.25:
+            return None
+        self.happened["disk full"] += 1
+        return self.random.choice([4096, self.random.randrange((self.folder / "episodes.sqlite").stat().st_size)])
+
+    def close(self) -> None:
+        """Ends all."""
+        for process in (self.learner, *self.workers):
             process.kill()
             process.join()
-    return counts | {"learner's memory at most, MB": max(sizes, default=0.0)}
+
+
+def run(folder: Path, minutes: float) -> tuple[dict[str, float], list[tuple[float, ...]]]:
+    """Lets everything run for the time given, and fail; what happened, and (minute, MB of …) over time."""
+    attack, begun, sizes = Attack(folder, SEED.value, WORKERS.value), time.monotonic(), []
+    deadline, trained_until = begun + 60 * minutes, 0
+    try:
+        while (now := time.monotonic()) < deadline:
+            attack.await_groups(attack.random.randint(4, 100), deadline)
+            file = (folder / "episodes.sqlite").stat().st_size / 2**20
+            sizes.append(((now - begun) / 60, memory(attack.learner), memory(attack.workers[-1]), file))
+            _, steps = attack.look()  # a learner is killed only if it has trained since the last time
+            attack.strike(spare_learner=now > (begun + deadline) / 2 or steps <= trained_until)
+            trained_until = max(trained_until, steps) if not attack.learner.is_alive() else trained_until
+            time.sleep(0.1)
+            attack.revive()
+    finally:
+        attack.close()
+    return dict(attack.happened) | {"seconds without any progress, at most": attack.longest_wait}, sizes
 
 
 def count(folder: Path) -> dict[str, int]:
@@ -183,23 +139,50 @@ def count(folder: Path) -> dict[str, int]:
       AssertionError: an episode is missing, there twice, or in another place than its group's.
     """
     store = EpisodeStore(folder / "episodes.sqlite", read_only=True)
-    trained = json.loads((folder / "checkpoint.json").read_text())["trained"]
-    stored = collections.Counter(episode.episode_id for episode in store.episodes())
-    assert set(stored.values()) == {1}, "an episode is stored twice"
+    steps, size = json.loads((folder / "checkpoint.json").read_text())
+    trained = [json.loads(line) for line in (folder / "trained.jsonl").read_bytes()[:size].splitlines()]
+    stored, hung = collections.Counter(), 0
+    for episode in store.episodes():
+        stored[episode.episode_id] += 1
+        hung += "did not answer" in episode.metadata.get("error", "")
     flat = [episode_id for step in trained for episode_id in step]
-    number = len(trained) * GROUPS_PER_STEP
-    assert flat == [f"{group:08d}-{member:03d}" for group in range(number) for member in range(GROUP_SIZE)]
-    assert set(flat) <= stored.keys(), "an episode was trained on that is not stored"
-    assert not store.quarantined()
-    return {"steps": len(trained), "episodes trained on": len(flat), "episodes stored": len(stored)}
+    expected = [f"{g:08d}-{m:03d}" for g in range(steps * GROUPS_PER_STEP) for m in range(GROUP_SIZE)]
+    found = {
+        "steps": steps,
+        "episodes stored": len(stored),
+        "episodes trained on": len(flat),
+        "lost": len(set(expected) - set(flat)),
+        "trained on twice": len(flat) - len(set(flat)),
+        "stored twice": sum(number > 1 for number in stored.values()),
+        "trained on but not stored": len(set(flat) - stored.keys()),
+        "quarantined": len(store.quarantined()),
+        "isolated tools that hung": hung,
+    }
+    wrong = ("lost", "trained on twice", "stored twice", "trained on but not stored", "quarantined")
+    assert not any(found[name] for name in wrong) and flat == expected, found
+    return found
+
+
+def table(happened: dict[str, float], sizes: list[tuple[float, ...]]) -> str:
+    """What happened, and memory at five moments, in Markdown."""
+    lines = ["| what | number |", "|---|---|", *(f"| {name} | {value:,.4g} |" for name, value in happened.items())]
+    lines += ["", "| minute | learner, MB | spared worker, MB | store's file, MB |", "|---|---|---|---|"]
+    moments = sorted({round(i * (len(sizes) - 1) / 8) for i in range(9)})
+    return "\n".join(lines + [f"| {' | '.join(f'{value:.1f}' for value in sizes[i])} |" for i in moments])
 
 
 def main(_):
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(FOLDER.value or temporary)
+        folder.mkdir(parents=True, exist_ok=True)
         EpisodeStore(folder / "episodes.sqlite").close()
-        happened = attack(folder)
-        print(json.dumps(happened | count(folder)))
+        happened, sizes = run(folder, MINUTES.value)
+        happened |= count(folder)
+    print(json.dumps(happened))
+    output = Path(OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+    said = f"`python -m benchmarks.soak --minutes={MINUTES.value:g} --workers={WORKERS.value} --seed={SEED.value}`"
+    (output / "soak.md").write_text(f"{said}\n\n{table(happened, sizes)}\n")
 
 
 if __name__ == "__main__":
