@@ -1,7 +1,6 @@
 """`experiments.train` with a language model's folder: its own chat template, all tokens as training sees them."""
 
 import json
-import types
 
 import numpy as np
 import pytest
@@ -36,10 +35,8 @@ def config_of(folder, **changes):
 
 
 @pytest.mark.slow
-def test_it_trains_on_episodes_in_the_models_own_chat(folder, tmp_path, monkeypatch):
-    flags = {"CONFIG": config_of(folder), "WORKDIR": str(tmp_path), "ROLLOUT": "inline", "PROFILE": None}
-    for name, value in flags.items():
-        monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
+def test_it_trains_on_episodes_in_the_models_own_chat(folder, tmp_path, set_flags):
+    set_flags(train, CONFIG=config_of(folder), WORKDIR=str(tmp_path), ROLLOUT="inline")
     train.main(None)
     (row,) = read_metrics(tmp_path / "metrics.jsonl")[-1:]
     assert row["step"] == 1

@@ -5,7 +5,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import types
 
 import jax
 import numpy as np
@@ -39,15 +38,11 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def run(cache, monkeypatch, capsys):
+def run(cache, set_flags, capsys):
     """Calls the program's `main` with a config; returns what it printed."""
 
     def main(workdir, rollout="inline", **changes):
-        values = {"CONFIG": runs.config(**changes), "WORKDIR": str(workdir), "ROLLOUT": rollout, "PROFILE": None}
-        values |= {"RAY_ADDRESS": "", "RAY_WORKERS": 2, "RAY_GPUS": 0.0}
-        values |= {"COORDINATOR": None, "NUM_PROCESSES": None, "PROCESS_ID": None, "PATIENCE": 60.0, "TIMEOUT": 100.0}
-        for name, value in values.items():
-            monkeypatch.setattr(train, name, types.SimpleNamespace(value=value))
+        set_flags(train, CONFIG=runs.config(**changes), WORKDIR=str(workdir), ROLLOUT=rollout)
         train.main(None)
         return capsys.readouterr().out
 
