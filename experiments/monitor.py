@@ -3,8 +3,8 @@ r"""How well a live monitor tells hopeless episodes early, and what ending them 
     python -m experiments.monitor --workdir=runs/quickstart
 
 Plays held-out questions with a run's newest policy to their end, the warm start reading along as the reference, and
-tells what an early end would have saved in tokens and lost in successes; beside it a monitor that sees the policy's
-log-probs alone. `--config.monitor.threshold=-0.1 --config.monitor.stop=True` ends episodes while a run trains.
+tells what an early end would have saved in turns and tokens and lost in successes; beside it a monitor that sees the
+policy's log-probs alone. `--config.monitor.threshold=-0.1 --config.monitor.stop=True` ends episodes while a run trains.
 """
 
 import dataclasses
@@ -68,9 +68,10 @@ def describe(table: dict) -> str:
     for name in ("progress advantage", "log-prob"):
         auroc = "  ".join(f"{k}: {x:.3f}" for k, x in table[name]["auroc_after_turns"].items() if x is not None)
         lines += ["", f"{name}: AUROC of success after turn {auroc}"]
-        lines.append("threshold   flagged   tokens saved   successes lost")
+        lines += ["", "| threshold | flagged | turns saved | tokens saved | successes lost |", "|---|---|---|---|---|"]
         for row in table[name]["stopping"]:
-            lines.append("{threshold:9.3f}{flagged:10.3f}{tokens_saved:15.3f}{successes_lost:17.3f}".format(**row))
+            kinds = ("threshold", "flagged", "turns_saved", "tokens_saved", "successes_lost")
+            lines.append(f"| {' | '.join(f'{row[kind]:.3f}' for kind in kinds)} |")
     return "\n".join(lines)
 
 

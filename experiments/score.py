@@ -5,8 +5,9 @@ r"""Scores the episodes of a file: Progress Advantage under a policy and its ref
     python -m experiments.score --episodes=results.json --format=tau_bench --output=scores.csv \
         --policy=tuned --reference=base
 
-A model is a folder or GGUF file, or a server as `http://host:port/v1#model` (then --tokenizer too). "recorded" stands
-for the log-probs that the file has itself. Interrupted, the same command goes on.
+A model is a folder or GGUF file, a folder of adapters as PEFT saves them (beside --base, or the model that the folder
+names), or a server as `http://host:port/v1#model` (then --tokenizer too). "recorded" stands for the log-probs that the
+file has itself. Interrupted, the same command goes on.
 """
 
 import functools
@@ -21,6 +22,7 @@ FORMAT = flags.DEFINE_enum("format", "messages", list(readers.FORMATS), "Of that
 OUTPUT = flags.DEFINE_string("output", None, "Table to write (.parquet, .csv, .jsonl).", required=True)
 POLICY = flags.DEFINE_string("policy", "recorded", "Model that acted.")
 REFERENCE = flags.DEFINE_string("reference", None, "Its reference; without one there are baselines only.")
+BASE = flags.DEFINE_string("base", "", "Model that adapters stand beside; the one that their folder names by default.")
 TOKENIZER = flags.DEFINE_string("tokenizer", None, "Model whose tokenizer is used; the policy's by default.")
 TOKENS = flags.DEFINE_enum("tokens", "mean", list(REDUCTIONS), "Tokens to a step.")
 STEPS = flags.DEFINE_enum("steps", "mean", list(REDUCTIONS), "Steps to an episode.")
@@ -29,6 +31,7 @@ SUBTRACT_FIRST = flags.DEFINE_bool("subtract_first", False, "Subtract the models
 TOP_K_FORM = flags.DEFINE_bool("top_k_form", False, "Compare means of the highest log-probs, not the tokens' own.")
 TOP_K = flags.DEFINE_integer("top_k", 20, "How many highest log-probs; 0 saves time and leaves their baselines out.")
 MAX_TOKENS = flags.DEFINE_integer("max_tokens", 4096, "Longer episodes keep their last tokens.", lower_bound=2)
+WHOLE = flags.DEFINE_bool("whole", False, "Longer episodes are passed over, not cut.")
 LEVEL = flags.DEFINE_multi_enum("level", list(LEVELS), list(LEVELS), "Rows to write; may be repeated.")
 
 
@@ -42,16 +45,18 @@ def main(_):
         output=OUTPUT.value,
         policy=policy,
         reference=reference,
+        base=BASE.value,
         max_tokens=MAX_TOKENS.value,
+        whole=WHOLE.value,
         top_k=TOP_K.value,
         aggregation=Aggregation(TOKENS.value, STEPS.value, BETA.value, SUBTRACT_FIRST.value, TOP_K_FORM.value),
         levels=tuple(LEVEL.value),
     )
     named = TOKENIZER.value or policy or reference
-    tokenizer = functools.cache(lambda: sources.load_tokenizer(named)) if named else None
+    tokenizer = functools.cache(lambda: sources.load_tokenizer(named, job.base)) if named else None
     found = pipeline.score(
         job,
-        lambda name: sources.load_source(name, tokenizer(), top_k=job.top_k, max_tokens=job.max_tokens),
+        lambda name: sources.load_source(name, tokenizer(), top_k=job.top_k, max_tokens=job.max_tokens, base=job.base),
         tokenizer,
     )
     passed_over = len(found["unreadable"])

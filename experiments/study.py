@@ -1,12 +1,12 @@
 r"""Does Progress Advantage tell our agents' successes from their failures? Newest policies against their warm start.
 
     for seed in 0 1 2; do python -m experiments.train --workdir=runs/mpo-$seed --config.seed=$seed; done
-    python -m experiments.study --workdir=runs/mpo-0,runs/mpo-1,runs/mpo-2 --output=docs/progress_advantage
+    python -m experiments.study --workdir=runs/mpo-0,runs/mpo-1,runs/mpo-2 --output=docs/progress_advantage.json
 
 Each policy plays held-out questions, and its episodes are scored under it and the warm start, next to every baseline.
-Results lie in OUTPUT.json by seed and number of steps, and are added to; OUTPUT.md is the table. A run's folder keeps
-its newest policies only: for several, train with --config.num_steps=25 --config.rate_decay=constant, study that, and
-go on with 50.
+Results lie in OUTPUT by seed and number of steps, and are added to; the table of all is printed. A run's folder keeps
+its newest policies only: for several, train with --config.num_steps=25 --config.rate_decay=constant, study that, and go
+on with 50.
 """
 
 import json
@@ -20,7 +20,7 @@ from mpo_jax.scoring import study
 from mpo_jax.store.weights import PublishedWeights
 
 WORKDIR = flags.DEFINE_list("workdir", None, "Folders of runs that differ in their seed.", required=True)
-OUTPUT = flags.DEFINE_string("output", "runs/study", "Results, without the ending.")
+OUTPUT = flags.DEFINE_string("output", "runs/study.json", "Results.")
 QUESTIONS = flags.DEFINE_integer("questions", 128, "Held-out questions.", lower_bound=1)
 SAMPLES = flags.DEFINE_integer("samples", 8, "Episodes a question.", lower_bound=2)
 
@@ -44,7 +44,7 @@ def measure(workdir: Path) -> dict:
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
-    path = Path(f"{OUTPUT.value}.json")
+    path = Path(OUTPUT.value)
     measured = json.loads(path.read_text()) if path.exists() else []
     path.parent.mkdir(parents=True, exist_ok=True)
     for workdir in WORKDIR.value:
@@ -52,9 +52,7 @@ def main(_):
         same = ("algorithm", "seed", "step")
         measured = [other for other in measured if any(other[key] != one[key] for key in same)] + [one]
         path.write_text(json.dumps(measured, indent=1) + "\n")
-    text = study.table(measured)
-    path.with_suffix(".md").write_text(text)
-    print(text)
+    print(study.table(measured))
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from mpo_jax.models import layout, weights
@@ -135,18 +137,50 @@ def save(folder: Path, config: LoraConfig, model: TransformerConfig, adapters: n
     (folder / _CONFIG).write_text(json.dumps(fields, indent=2) + "\n")
 
 
+def is_adapter(folder: Path) -> bool:
+    """Whether a folder holds adapters, as PEFT saves them, and no model of its own."""
+    return (folder / _CONFIG).is_file()
+
+
+def read_base_name(folder: Path) -> str:
+    """What adapters' own config names as their base, a folder or a name on a hub; empty where it names none.
+
+    Raises:
+      ValueError: the config cannot be read.
+    """
+    return str(_read_fields(folder).get("base_model_name_or_path") or "")
+
+
+def _read_fields(folder: Path) -> dict[str, Any]:
+    path = folder / _CONFIG
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no readable JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path}: a JSON {type(fields).__name__}, expected an object")
+    return fields
+
+
+def _check_fields(folder: Path, fields: dict[str, Any]) -> None:
+    for name, kind in (("r", int), ("lora_alpha", int | float), ("target_modules", list)):
+        if not isinstance(fields.get(name), kind):
+            raise ValueError(f"{folder / _CONFIG}: {name} is {fields.get(name)!r}, expected {kind}")
+    for name, value in _FIXED.items():
+        if fields.get(name, value) != value:
+            raise ValueError(f"{folder / _CONFIG}: {name} is {fields[name]!r}, only {value!r} is supported")
+    if fields.get("rank_pattern") or fields.get("alpha_pattern"):
+        raise ValueError(f"{folder / _CONFIG}: rank_pattern and alpha_pattern are not supported")
+
+
 def load(folder: Path, model: TransformerConfig, base: nnx.State) -> tuple[LoraConfig, nnx.State]:
     """Reads adapters of a base model.
 
     Raises:
       ValueError: a kind of adapter that is not supported, or a tensor that is missing, foreign or of another shape.
     """
-    fields = json.loads((folder / _CONFIG).read_text())
-    for name, value in _FIXED.items():
-        if fields.get(name, value) != value:
-            raise ValueError(f"{folder / _CONFIG}: {name} is {fields[name]!r}, only {value!r} is supported")
-    if fields.get("rank_pattern") or fields.get("alpha_pattern"):
-        raise ValueError(f"{folder / _CONFIG}: rank_pattern and alpha_pattern are not supported")
+    fields = _read_fields(folder)
+    _check_fields(folder, fields)
     modules = tuple(fields["target_modules"])
     targets = {
         path[-2]
@@ -156,7 +190,10 @@ def load(folder: Path, model: TransformerConfig, base: nnx.State) -> tuple[LoraC
     }
     config = LoraConfig(rank=fields["r"], alpha=float(fields["lora_alpha"]), targets=tuple(sorted(targets)))
     like = jax.eval_shape(lambda: init(config, base, jax.random.key(0)))
-    tensors = layout.Safetensors([folder / _TENSORS])
+    try:
+        tensors = layout.Safetensors([folder / _TENSORS])
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder / _TENSORS}: no readable tensors: {error}") from error
     places = {name: _places(model, name) for name in layout.names(like)}
     shapes = {places[name][0]: x.shape[::-1] if places[name][1] else x.shape for name, x in layout.names(like).items()}
     try:

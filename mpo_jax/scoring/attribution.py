@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mpo_jax import evaluation
 from mpo_jax.scoring import readers, tables
 from mpo_jax.scoring.transcripts import Mistake, Transcript
 
@@ -84,6 +85,7 @@ def attribute(
     *,
     scores: Path | str | None = None,
     column: str | None = None,
+    only_scored: bool = False,
     seed: int = 0,
 ) -> dict:
     """Applies a rule to a split of Who&When.
@@ -94,33 +96,34 @@ def attribute(
       rule: a key of `RULES`.
       scores: a table with the scores of its steps, as `experiments.score` writes it; rules over scores need it.
       column: of the table; None for the rule's own.
+      only_scored: files that are not in the table do not count, whatever the rule; without it they are wrong.
       seed: of the rule `random`.
 
     Returns:
       For JSON: `files`, `unreadable` and `unscored` files by name (both count as wrong), `exact` and `benchmark`, each
-      the accuracy by `agent` and by `step`, `mean_distance` of the steps predicted, and `predictions` by file.
+      the accuracy by `agent` and by `step`, `intervals` of these (95 %, bootstrap over files), `mean_distance` of the
+      steps predicted, and `predictions` by file.
 
     Raises:
       ValueError: the folder or the table is missing or is something else, or a rule lacks its scores.
     """
     chosen = RULES[rule]
-    if chosen.column is not None and scores is None:
+    if (chosen.column is not None or only_scored) and scores is None:
         raise ValueError(f"rule {rule!r} needs --scores, a table that `python -m experiments.score` wrote")
-    by_episode = None if chosen.column is None else tables.step_scores(scores, column or chosen.column)
+    by_episode = None if scores is None else tables.step_scores(scores, column or chosen.column or "mean_logprob")
     rng, errors = np.random.default_rng(seed), []
     actual, predicted, unscored = {}, {}, []
     for transcript in readers.read(Path(folder, split), "who_and_when", errors):
         name = transcript.episode_id
+        if only_scored and name not in by_episode:
+            continue
         actual[name] = transcript.mistake
-        if (found := _predict(transcript, chosen, by_episode, rng)) is None:
+        if (found := _predict(transcript, chosen, by_episode if chosen.column else None, rng)) is None:
             unscored.append(name)
         else:
             predicted[name] = found
-    files = len(actual) + len(errors)
-    hits = {
-        match.__name__: np.sum([match(found, actual[name]) for name, found in predicted.items()], axis=0, initial=0)
-        for match in (exact, benchmark)
-    }
+    files = len(actual) + (0 if only_scored else len(errors))
+    accuracy, intervals = _accuracies(actual, predicted, files)
     distances = [abs(found.step - actual[name].step) for name, found in predicted.items()]
     return {
         "split": split,
@@ -128,10 +131,26 @@ def attribute(
         "files": files,
         "unreadable": errors,
         "unscored": unscored,
-        **{name: {"agent": float(agent / files), "step": float(step / files)} for name, (agent, step) in hits.items()},
+        **accuracy,
+        "intervals": intervals,
         "mean_distance": float(np.mean(distances)) if distances else None,
         "predictions": {name: {"agent": found.agent, "step": found.step} for name, found in predicted.items()},
     }
+
+
+def _accuracies(
+    actual: Mapping[str, Mistake], predicted: Mapping[str, Prediction], files: int
+) -> tuple[dict[str, dict], dict[str, dict]]:
+    """Both matchings' shares of hits by agent and by step, and their intervals; what was not predicted is wrong."""
+    accuracy, intervals = {}, {}
+    for match in (exact, benchmark):
+        hits = np.zeros((files, 2))
+        for row, (name, found) in enumerate(predicted.items()):
+            hits[row] = match(found, actual[name])
+        columns = {"agent": hits[:, 0], "step": hits[:, 1]}
+        accuracy[match.__name__] = {kind: float(column.mean()) for kind, column in columns.items()}
+        intervals[match.__name__] = {kind: evaluation.bootstrap_interval(column) for kind, column in columns.items()}
+    return accuracy, intervals
 
 
 def _predict(

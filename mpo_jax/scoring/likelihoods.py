@@ -88,16 +88,19 @@ class Evaluator:
         self._params = params
         graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
-        def evaluate(params, tokens, positions, sequence_ids, places, targets):
-            policy = nnx.merge(graph, params)
-            hidden, _ = policy(tokens, positions, sequence_ids)
-            hidden, head = hidden.reshape(-1, hidden.shape[-1])[places], policy.head()
+        def read(params, tokens, positions, sequence_ids):
+            hidden, _ = nnx.merge(graph, params)(tokens, positions, sequence_ids)
+            return hidden
+
+        def judge(params, hidden, places, targets):
+            hidden, head = hidden.reshape(-1, hidden.shape[-1])[places], nnx.merge(graph, params).head()
             logprobs, entropy = kernels.linear_logprobs(hidden, head, targets)
             unknown = jnp.full(len(targets), jnp.nan)
             top, certainty = kernels.linear_confidence(hidden, head, k=k) if k else (unknown, unknown)
             return jnp.stack([logprobs, entropy, top, certainty])
 
-        self._evaluate = jax.jit(evaluate)
+        # Compiled apart: the layers once for each shape of rows, whatever the number of actions in them.
+        self._read, self._judge = jax.jit(read), jax.jit(judge)
 
     def __call__(self, episodes: Sequence[Tokens]) -> list[Likelihoods]:
         """Likelihoods of each episode's action tokens.
@@ -139,7 +142,8 @@ class Evaluator:
         step = max(_power_of_two(count) // 8, SMALLEST_HEAD)
         padding = -count % step if count else step
         places, targets = (np.pad(np.concatenate(x).astype(np.int32), (0, padding)) for x in (places, targets))
-        values = np.asarray(self._evaluate(self._params, tokens, positions, sequence_ids, places, targets))
+        hidden = self._read(self._params, tokens, positions, sequence_ids)
+        values = np.asarray(self._judge(self._params, hidden, places, targets))
         ends = np.cumsum([size for _, size in owners])
         for (index, size), end in zip(owners, ends, strict=True):
             found[index] = Likelihoods(*values[:, end - size : end])

@@ -1,7 +1,6 @@
 """A file of episodes to a table of scores: one model at a time, in chunks whose results lie on disk until the end."""
 
 import dataclasses
-import itertools
 import json
 import logging
 import shutil
@@ -17,11 +16,13 @@ from mpo_jax.scoring.likelihoods import Likelihoods
 from mpo_jax.scoring.rendering import Tokenizer, keep_last, render, without_first
 from mpo_jax.scoring.transcripts import InvalidTranscript, Tokens, Transcript
 
-CHUNK = 64  # episodes whose results are kept together: what an interruption can cost
+CHUNK = 64  # episodes whose results are kept together: what an interruption can cost,
+CHUNK_TOKENS = 16_384  # but no more tokens than that, unless one episode has more
 
 log = logging.getLogger(__name__)
 
 Source = Callable[[Sequence[Tokens]], list[Likelihoods]]
+Prepared = tuple[Transcript, Tokens | None, dict[int, int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,9 @@ class Job:
       output: the table.
       policy: names the model that acted; None for the log-probs in the file.
       reference: names its reference; None for the log-probs in the file, "" for none (baselines only).
+      base: names the model that adapters stand beside; "" for the one that their folder names.
       max_tokens: longer episodes keep their last ones.
+      whole: longer episodes are passed over instead.
       top_k: k of the mean of the highest log-probs; 0 for none.
       aggregation: log-probs to scores.
       levels: rows that are written.
@@ -45,7 +48,9 @@ class Job:
     output: str
     policy: str | None = None
     reference: str | None = ""
+    base: str = ""
     max_tokens: int = 4096
+    whole: bool = False
     top_k: int = 20
     aggregation: Aggregation = dataclasses.field(default_factory=Aggregation)
     levels: tuple[str, ...] = LEVELS
@@ -111,14 +116,14 @@ def _claim(work: Path, job: Job) -> None:
     path.write_text(json.dumps(mine, indent=1))
 
 
-def _episodes(
-    job: Job, tokenizer: Tokenizer | None, errors: list[str]
-) -> Iterator[tuple[Transcript, Tokens | None, dict[int, int]]]:
+def _episodes(job: Job, tokenizer: Tokenizer | None, errors: list[str]) -> Iterator[Prepared]:
     """Yields each episode that can be scored, its ids within the limit, and the action tokens lost by each message."""
     for transcript in readers.read(job.episodes, job.kind, errors):
         try:
             tokens = None if tokenizer is None else render(transcript, tokenizer)
             _check_recorded(job, transcript, tokens)
+            if job.whole and tokens is not None and len(tokens.ids) > job.max_tokens:
+                raise InvalidTranscript(f"{len(tokens.ids)} tokens, expected at most {job.max_tokens}")
         except InvalidTranscript as error:
             errors.append(f"{job.episodes}: episode {transcript.episode_id!r}: {error}")
             continue
@@ -212,9 +217,18 @@ def _recorded(transcript: Transcript, field: str, cut: dict[int, int]) -> Likeli
     return Likelihoods(logprobs, unknown, unknown, unknown)
 
 
-def _chunks(episodes: Iterable) -> Iterator[list]:
-    episodes = iter(episodes)
-    while chunk := list(itertools.islice(episodes, CHUNK)):
+def _chunks(episodes: Iterable[Prepared]) -> Iterator[list[Prepared]]:
+    """Runs of at most `CHUNK` episodes and `CHUNK_TOKENS` tokens, the same in every pass over the file."""
+    chunk, size = [], 0
+    for one in episodes:
+        _, tokens, _ = one
+        length = 0 if tokens is None else len(tokens.ids)
+        if chunk and (len(chunk) == CHUNK or size + length > CHUNK_TOKENS):
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(one)
+        size += length
+    if chunk:
         yield chunk
 
 

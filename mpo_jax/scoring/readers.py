@@ -51,7 +51,7 @@ def read(path: Path | str, kind: str, errors: list[str]) -> Iterator[Transcript]
                 raise raw
             transcript = convert(raw, name)
             validate(transcript)
-        except (msgspec.ValidationError, ValueError) as error:
+        except (msgspec.ValidationError, ValueError, RecursionError) as error:
             errors.append(f"{place}: {error}")
         else:
             seen[transcript.episode_id] += 1
@@ -71,7 +71,7 @@ def _lines(path: Path) -> Iterator[tuple[str, str, Any]]:
 def _parse(text: bytes) -> Any:
     try:
         return json.loads(text)
-    except ValueError as error:  # UnicodeDecodeError too
+    except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
         return InvalidTranscript(f"no JSON: {error}")
 
 
@@ -106,7 +106,11 @@ def _files(path: Path) -> Iterator[tuple[str, str, Any]]:
     if not files:
         raise ValueError(f"{path}: a folder with JSON files was expected")
     for file in files:
-        yield str(file), file.stem, _parse(file.read_bytes())
+        try:
+            raw = _parse(file.read_bytes())
+        except OSError as error:
+            raw = InvalidTranscript(f"cannot be read: {error.strerror}")
+        yield str(file), file.stem, raw
 
 
 def _stored(path: Path) -> Iterator[tuple[str, str, Any]]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
+from flax import nnx
 
-from mpo_jax.models import huggingface, pretrained
+from mpo_jax.models import huggingface, lora, pretrained
+from mpo_jax.models.config import TransformerConfig
 from mpo_jax.models.tokenizer import ChatTokenizer
 from mpo_jax.scoring.likelihoods import Evaluator, Likelihoods
 from mpo_jax.scoring.pipeline import Source
@@ -17,39 +19,59 @@ from mpo_jax.scoring.rendering import Tokenizer
 from mpo_jax.scoring.transcripts import Tokens
 
 
-def load_source(name: str, tokenizer: Tokenizer, *, top_k: int, max_tokens: int) -> Source:
+def load_source(name: str, tokenizer: Tokenizer, *, top_k: int, max_tokens: int, base: str = "") -> Source:
     """What evaluates token ids.
 
     Args:
-      name: a model that `pretrained.load` finds, or `http://host:port/v1` of an OpenAI-compatible server, with `#model`
-        behind it where the server has several.
+      name: a model that `pretrained.load` finds, a folder of adapters as PEFT saves them, or `http://host:port/v1` of
+        an OpenAI-compatible server, with `#model` behind it where the server has several.
       tokenizer: whose ids are evaluated.
       top_k: k of the mean of the highest log-probs; 0 for none.
       max_tokens: of the longest episode.
+      base: the model that adapters stand beside; empty for the one that their folder names.
 
     Raises:
       ValueError: there is no such model, or its tokenizer is another.
     """
     if name.startswith(("http://", "https://")):
         return Server(name, top_k=top_k)
-    path = pretrained.find(name)
-    if _is_hugging_face(path):
-        config, params = huggingface.load(path)  # a base model has no chat template, and needs none here
-    else:
-        model = pretrained.load(name)
-        config, params = model.config, model.params
-    if _vocabulary(load_tokenizer(name)) != _vocabulary(tokenizer):
+    config, params = _load_params(name, base)
+    if _vocabulary(load_tokenizer(name, base)) != _vocabulary(tokenizer):
         raise ValueError(f"{name}: another tokenizer than that of the policy; their log-probs cannot be compared")
     return Evaluator(config, params, k=top_k, max_tokens=max_tokens)
 
 
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a model: our own with its chat, a bare one of others.
+def _load_params(name: str, base: str) -> tuple[TransformerConfig, nnx.State]:
+    path = pretrained.find(name)
+    if lora.is_adapter(path):
+        config, params = _load_params(_base_of(path, base), "")
+        settings, adapters = lora.load(path, config, params)
+        return config, lora.merge(settings, params, adapters)
+    if _is_hugging_face(path):
+        return huggingface.load(path)  # a base model has no chat template, and needs none here
+    model = pretrained.load(name)
+    return model.config, model.params
+
+
+def _base_of(adapter: Path, base: str) -> str:
+    """The model that adapters stand beside: the given one, else the one that their folder names, if it is here."""
+    named = base or lora.read_base_name(adapter)
+    if not named or not pretrained.find(named).exists():
+        raise ValueError(f"{adapter}: adapters of {named!r}, which is not here; give their base model as --base")
+    if lora.is_adapter(pretrained.find(named)):
+        raise ValueError(f"{adapter}: adapters of {named!r}, which are adapters themselves, expected a whole model")
+    return named
+
+
+def load_tokenizer(name: str, base: str = "") -> Tokenizer:
+    """The tokenizer of a model: our own with its chat, a bare one of others; of adapters that of their base.
 
     Raises:
       ValueError: there is no such model, or its tokenizer cannot be read.
     """
     path = pretrained.find(name)
+    if lora.is_adapter(path):
+        return load_tokenizer(_base_of(path, base))
     if path.suffix == ".gguf":
         bare = pretrained.load(name).tokenizer.tokenizer
     elif not _is_hugging_face(path):

@@ -12,15 +12,17 @@ Flag = Callable[[Sequence[float]], bool]
 
 @dataclasses.dataclass(frozen=True)
 class Stopping:
-    """Shares of all episodes, of their tokens, and of their successes.
+    """Shares of all episodes, of their turns and tokens, and of their successes.
 
     Attributes:
       flagged: episodes that are flagged before their last turn, and would end there.
+      turns_saved: turns that would not have been played.
       tokens_saved: tokens, read and sampled, that would not have been spent.
       successes_lost: successes that would not have been.
     """
 
     flagged: float
+    turns_saved: float
     tokens_saved: float
     successes_lost: float
 
@@ -45,13 +47,18 @@ def early_stopping(
         raise ValueError(f"{len(scores)} episodes' scores, {len(tokens)} of tokens and {len(successes)} successes")
     if wrong := [i for i, (s, t) in enumerate(zip(scores, tokens, strict=True)) if len(s) != len(t)]:
         raise ValueError(f"episode {wrong[0]}: {len(scores[wrong[0]])} scores, {len(tokens[wrong[0]])} turns of tokens")
-    saved, lost, flagged = 0, 0, 0
+    flagged, turns, saved, lost = 0, 0, 0, 0
     for of_turns, spent, success in zip(scores, tokens, successes, strict=True):
         end = next((k for k in range(1, len(of_turns)) if flag(of_turns[:k])), None)
         if end is not None:
-            flagged, saved, lost = flagged + 1, saved + sum(spent[end:]), lost + bool(success)
-    total = max(sum(map(sum, tokens)), 1)
-    return Stopping(flagged / len(scores), saved / total, lost / max(int(np.sum(successes)), 1))
+            flagged, turns = flagged + 1, turns + len(spent) - end
+            saved, lost = saved + sum(spent[end:]), lost + bool(success)
+    return Stopping(
+        flagged=flagged / len(scores),
+        turns_saved=turns / max(sum(map(len, tokens)), 1),
+        tokens_saved=saved / max(sum(map(sum, tokens)), 1),
+        successes_lost=lost / max(int(np.sum(successes)), 1),
+    )
 
 
 def turn_tokens(episode: Episode) -> list[int]:

@@ -11,6 +11,7 @@ Row = dict[str, Any]
 
 TEXT = ("level", "episode", "task", "agent")  # columns of names; all others hold numbers
 INDEX = ("step", "token", "token_id", "num_tokens", "truncated", "reward")  # columns of numbers that are no scores
+BATCH = 8_192  # rows of a Parquet file that are held until they are written
 
 
 def read_table(path: Path | str) -> Iterator[Row]:
@@ -164,7 +165,7 @@ def _write_parquet(path: Path, columns: Mapping[str, type], rows: Iterable[Row])
     count = 0
     with pyarrow.parquet.ParquetWriter(path, schema) as writer:
         rows = iter(rows)
-        while batch := list(itertools.islice(rows, 65_536)):
+        while batch := list(itertools.islice(rows, BATCH)):
             writer.write_batch(pyarrow.RecordBatch.from_pylist(batch, schema))
             count += len(batch)
     return count

@@ -87,7 +87,11 @@ def validate(transcript: Transcript) -> None:
     """
     if not transcript.messages:
         raise InvalidTranscript("no messages, expected at least one")
+    _check_number("reward", transcript.reward)
+    _check_text("the episode's id or task", f"{transcript.episode_id} {transcript.task_id}")
     for index, message in enumerate(transcript.messages):
+        _check_text(f"messages[{index}]", f"{message.role} {message.agent} {message.text}")
+        _check_number(f"messages[{index}].score", message.score)
         for field in ("logprobs", "ref_logprobs"):
             _check_logprobs(f"messages[{index}].{field}", getattr(message, field))
         if message.logprobs and message.ref_logprobs and len(message.logprobs) != len(message.ref_logprobs):
@@ -102,6 +106,19 @@ def validate(transcript: Transcript) -> None:
                 raise InvalidTranscript(f"tokens.{field} has length {len(getattr(tokens, field))}, expected {n}")
     if (mistake := transcript.mistake) is not None and not 0 <= mistake.step < len(transcript.messages):
         raise InvalidTranscript(f"mistake_step is {mistake.step}, expected 0..{len(transcript.messages) - 1}")
+
+
+def _check_number(field: str, value: float | None) -> None:
+    if value is not None and not np.isfinite(value):
+        raise InvalidTranscript(f"{field} is {value}, expected a finite number")
+
+
+def _check_text(field: str, text: str) -> None:
+    """JSON can spell half of a character, which no tokenizer and no file takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidTranscript(f"{field} holds the lone surrogate {text[error.start]!a}") from error
 
 
 def _check_logprobs(field: str, values: Sequence[float] | None) -> None:

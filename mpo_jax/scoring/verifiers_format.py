@@ -42,9 +42,18 @@ class _Reward(msgspec.Struct):
     weight: float = 1.0
 
 
+class _Task(msgspec.Struct, frozen=True):
+    """What names a task stands in its data, or beside it."""
+
+    id: str | int | None = None
+    idx: str | int | None = None
+    name: str | int | None = None
+    data: "_Task | None" = None
+
+
 class _Trace(msgspec.Struct):
     nodes: list[_Node]
-    task: dict[str, Any] = {}
+    task: _Task = _Task()
     id: str | None = None
     rewards: dict[str, _Reward | None] = {}
 
@@ -88,8 +97,8 @@ def _from_trace(row: _Trace, name: str) -> Transcript:
         ids += node.token_ids
         owners += [index] * len(node.token_ids)
         mask += node.mask or [False] * len(node.token_ids)
-    data = row.task.get("data") or row.task
-    named = next((data[key] for key in ("id", "idx", "name") if data.get(key) is not None), None)
+    data = row.task.data or row.task
+    named = next((name for name in (data.id, data.idx, data.name) if name is not None), None)
     rewards = [reward.score * reward.weight for reward in row.rewards.values() if reward is not None]
     return Transcript(
         episode_id=row.id or name,

@@ -2,6 +2,8 @@
 
 A small transformer does not learn to copy from observations by imitating a few hundred real names: it learns the
 names. So most demonstrations are played over made-up names, and some sequences are nothing but things to copy.
+
+A language model imitates given sequences instead, by low-rank adapters.
 """
 
 import dataclasses
@@ -18,6 +20,7 @@ from mpo_jax.environments.demonstrations import demonstrate, made_up_name
 from mpo_jax.environments.questions import Question, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
+from mpo_jax.models import lora
 from mpo_jax.models.evaluation import token_logprobs
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.models.tokenizer import SPECIALS, ChatTokenizer
@@ -188,16 +191,9 @@ def imitate(
     Returns:
       The parameters.
     """
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+    loss, optimizer = _loss_of(model), _make_optimizer(learning_rate, num_steps)
     params = model.params
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, num_steps // 20 + 1, num_steps)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))
     optimizer_state = optimizer.init(params)
-
-    def loss(params: nnx.State, batch: Trajectories, observation_weight: Array) -> Array:
-        logprobs, _ = token_logprobs(nnx.merge(graph, params), batch)
-        weights = jnp.where(batch.action_mask, 1.0, observation_weight) * (batch.positions > 0)
-        return -jnp.sum(weights * logprobs) / jnp.sum(weights)
 
     @jax.jit
     def step(params, optimizer_state, batch, observation_weight):
@@ -213,3 +209,74 @@ def imitate(
             demonstrations.learnt(float(value))
         report(index, value)
     return params
+
+
+def imitate_by_adapters(
+    model: Pretrained,
+    settings: lora.LoraConfig,
+    sequences: Sequence[tuple[list[int], list[bool]]],
+    *,
+    num_steps: int,
+    row_tokens: int,
+    learning_rate: float,
+    seed: int = 0,
+    report: Callable[[int, Array], None] = lambda step, loss: None,
+) -> nnx.State:
+    """Trains low-rank adapters on the actions in sequences, a row of them a step; the model itself stays as it is.
+
+    Args:
+      model: where to begin.
+      settings: of the adapters.
+      sequences: ids of each, at most `row_tokens`, and which of them are actions; gone through in a seeded order.
+      num_steps: gradient steps.
+      row_tokens: of a row.
+      learning_rate: the highest.
+      seed: of the adapters and of the order.
+      report: called with every step and its loss.
+
+    Returns:
+      The adapters.
+    """
+    loss, optimizer = _loss_of(model), _make_optimizer(learning_rate, num_steps)
+    adapters = lora.init(settings, model.params, jax.random.key(seed))
+    optimizer_state = optimizer.init(adapters)
+    rows = _rows([_as_episode(*one) for one in sequences], row_tokens, random.Random(seed))
+
+    @jax.jit
+    def step(base, adapters, optimizer_state, batch):
+        value, grads = jax.value_and_grad(lambda own: loss(lora.merge(settings, base, own), batch, 0.0))(adapters)
+        updates, optimizer_state = optimizer.update(grads, optimizer_state, adapters)
+        return optax.apply_updates(adapters, updates), optimizer_state, value
+
+    for index in range(num_steps):
+        adapters, optimizer_state, value = step(model.params, adapters, optimizer_state, next(rows))
+        report(index, value)
+    return adapters
+
+
+def _rows(episodes: list[Episode], row_tokens: int, rng: random.Random) -> Iterator[Trajectories]:
+    """Rows of whole episodes, without end: all of them in one order, then in another."""
+    waiting, row = [], []
+    while True:
+        waiting = waiting or rng.sample(episodes, len(episodes))
+        if row and sum(len(one.tokens) for one in (*row, waiting[-1])) > row_tokens:
+            yield pack(row, row_tokens=row_tokens, row_sequences=64)[0]
+            row = []
+        row.append(waiting.pop())
+
+
+def _loss_of(model: Pretrained) -> Callable[[nnx.State, Trajectories, float | Array], Array]:
+    """The mean negative log-prob of actions, and of other tokens at a weight."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+
+    def loss(params: nnx.State, batch: Trajectories, observation_weight: float | Array) -> Array:
+        logprobs, _ = token_logprobs(nnx.merge(graph, params), batch)
+        weights = jnp.where(batch.action_mask, 1.0, observation_weight) * (batch.positions > 0)
+        return -jnp.sum(weights * logprobs) / jnp.sum(weights)
+
+    return loss
+
+
+def _make_optimizer(learning_rate: float, num_steps: int) -> optax.GradientTransformation:
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, num_steps // 20 + 1, num_steps)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.01))

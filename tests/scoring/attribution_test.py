@@ -53,6 +53,8 @@ def test_rules_without_scores_act_on_actions_only(folder):
     assert (last["files"], len(last["unreadable"])) == (3, 1)
     assert last["exact"] == pytest.approx({"agent": 2 / 3, "step": 1 / 3})
     assert first["exact"] == pytest.approx({"agent": 0, "step": 1 / 3})
+    # Three files redrawn, one of them a hit: its share is 0 in (2/3)³ = .30 of the draws and 1 in (1/3)³ = .04.
+    assert first["intervals"]["exact"] == {"agent": (0.0, 0.0), "step": (0.0, 1.0)}
     assert first["predictions"]["1"] == {"agent": "Orchestrator", "step": 1}  # step 0 is a person's question
     assert last["mean_distance"] == 1  # 3 against 3 and 1
 
@@ -70,6 +72,20 @@ def test_rules_with_scores(folder):
     assert other["predictions"]["1"]["step"] == 1
     with pytest.raises(ValueError, match="no steps with a column 'missing'"):
         attribution.attribute(folder, "Hand-Crafted", "sharpest_drop", scores=table, column="missing")
+
+
+def test_files_that_were_not_scored_can_be_left_out(folder):
+    table = folder / "scores.jsonl"
+    files.write_lines(
+        table,
+        [{"level": "step", "episode": "1", "step": step, "score": 0.0, "mean_logprob": -step} for step in (1, 2, 3)],
+    )
+    for rule, step in (("lowest_logprob", 3), ("last", 3), ("first", 1)):
+        found = attribution.attribute(folder, "Hand-Crafted", rule, scores=table, only_scored=True)
+        assert (found["files"], found["predictions"]["1"]["step"]) == (1, step)
+        assert found["exact"]["step"] == float(step == 3)
+    with pytest.raises(ValueError, match="needs --scores"):
+        attribution.attribute(folder, "Hand-Crafted", "first", only_scored=True)
 
 
 def test_rules_over_scores_say_where_to_get_them(folder):

@@ -5,7 +5,6 @@ import pytest
 from models import tiny
 
 from mpo_jax.models import huggingface, pretrained
-from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.scoring import likelihoods, pipeline, rendering, sources, tables
 from mpo_jax.scoring.episode_scores import Aggregation
 from mpo_jax.scoring.likelihoods import Evaluator, Likelihoods
@@ -131,6 +130,18 @@ def test_an_interrupted_run_goes_on_and_another_job_does_not(tmp_path, model, ep
     assert found["episodes"] == 6
 
 
+def test_long_episodes_make_short_chunks(tmp_path, model, episodes, monkeypatch):
+    length = len(rendering.render(next(iter(pipeline.readers.read(episodes, "messages", []))), model.tokenizer).ids)
+    monkeypatch.setattr(pipeline, "CHUNK_TOKENS", 2 * length + 1)
+    policy = uniform(2)
+    job = Job(episodes, "messages", str(tmp_path / "out.csv"), "policy")
+    pipeline.score(job, lambda name: policy, lambda: model.tokenizer)
+    assert policy.calls == 3  # six episodes, two of which fit
+    monkeypatch.setattr(pipeline, "CHUNK_TOKENS", length - 1)
+    pipeline.score(job, lambda name: policy, lambda: model.tokenizer)
+    assert policy.calls == 3 + 6  # one that is longer makes a chunk of its own
+
+
 def test_recorded_log_probs_need_no_model(tmp_path):
     messages = files.chat("a", "b")
     messages[2] |= {"logprobs": [-1.0, -2.0], "ref_logprobs": [-2.0, -5.0]}
@@ -154,6 +165,16 @@ def test_what_is_cut_off_scores_0_and_counts(tmp_path, model):
     assert (first["score"], first["truncated"], first["num_tokens"]) == (0, 1, 0)
     assert second["truncated"] == 0
     np.testing.assert_allclose([second["score"], episode["score"]], [np.log(4), np.log(4) / 2], rtol=1e-5)
+
+
+def test_long_episodes_are_passed_over_where_only_whole_ones_are_wanted(tmp_path, model):
+    path = files.write_lines(tmp_path / "x.jsonl", [files.chat("a b c d e f g h"), files.chat("a")])
+    long, short = pipeline.readers.read(path, "messages", [])
+    limit, most = (len(rendering.render(one, model.tokenizer).ids) for one in (short, long))
+    job = Job(str(path), "messages", str(tmp_path / "out.csv"), "p", max_tokens=limit, whole=True)
+    found = pipeline.score(job, lambda name: uniform(2), lambda: model.tokenizer)
+    assert found["episodes"] == 1
+    assert f"episode '1': {most} tokens, expected at most {limit}" in found["unreadable"][0]
 
 
 def test_jobs_that_make_no_sense_are_refused(tmp_path, episodes):
@@ -184,12 +205,6 @@ def test_another_models_ids_are_refused(tmp_path, model):
     job = Job(str(path), "verifiers", str(tmp_path / "out.csv"), "p")
     with pytest.raises(ValueError, match="not one of 1 episodes"):
         pipeline.score(job, unasked, lambda: model.tokenizer)
-
-
-def test_a_reference_of_another_vocabulary_is_refused(model):
-    other = ChatTokenizer(train_bpe(["a b"], 300))
-    with pytest.raises(ValueError, match="another tokenizer"):
-        sources.load_source("search_tiny", other, top_k=0, max_tokens=256)
 
 
 def test_hugging_face_folders_need_no_chat_template(tmp_path, model):

@@ -156,6 +156,44 @@ def test_log_probs_that_are_none_are_refused(tmp_path, message, named):
     assert named in errors[0]
 
 
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ({"messages": files.chat("a"), "reward": float("inf")}, "reward is inf"),
+        ({"messages": [{"role": "assistant", "content": "a", "score": float("nan")}]}, r"messages[0].score is nan"),
+        ({"messages": files.chat("a \ud800")}, r"messages[2] holds the lone surrogate '\ud800'"),
+        ({"messages": files.chat("a"), "task_id": "\udfff"}, r"task holds the lone surrogate '\udfff'"),
+    ],
+)
+def test_what_no_number_or_text_is_is_refused(tmp_path, row, named):
+    found, errors = read(files.write_lines(tmp_path / "x.jsonl", [row, {"messages": files.chat("b")}]), "messages")
+    assert len(found) == 1
+    assert errors[0].startswith(f"{tmp_path / 'x.jsonl'}:1: ") and named in errors[0]
+
+
+def test_what_is_nested_without_end_is_passed_over(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text("[" * 200_000 + "\n" + "{}\n")
+    found, errors = read(path, "messages")
+    assert not found
+    assert [error.split(": ")[0] for error in errors] == [f"{path}:1", f"{path}:2"]
+
+
+def test_a_trace_whose_task_is_something_else_is_named(tmp_path):
+    rows = [files.verifiers_trace() | {"task": {"data": "x"}}, files.verifiers_trace()]
+    found, errors = read(files.write_lines(tmp_path / "x.jsonl", rows), "verifiers")
+    assert [one.task_id for one in found] == ["5"]
+    assert "$.task.data" in errors[0]
+
+
+def test_a_file_that_cannot_be_read_is_passed_over(tmp_path):
+    files.write_json(tmp_path / "1.json", files.hand_crafted(step="1"))
+    (tmp_path / "2.json").mkdir()
+    found, errors = read(tmp_path, "who_and_when")
+    assert len(found) == 1
+    assert errors == [f"{tmp_path / '2.json'}: cannot be read: Is a directory"]
+
+
 @pytest.mark.parametrize("step", ["4", "-1", "one", None])
 def test_labels_that_point_nowhere_are_refused(tmp_path, step):
     files.write_json(tmp_path / "1.json", files.hand_crafted(step=step))

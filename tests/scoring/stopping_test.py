@@ -14,14 +14,15 @@ def below(threshold):
 
 def test_stopping_by_hand():
     # Threshold −.5: the first ends after its second turn (mean −.75), saving 30, a success; the second after its first,
-    # saving 10; the last is flagged at its end only, where there is nothing to save. 100 tokens and 2 successes in all.
+    # saving 10; the last is flagged at its end only, where there is nothing to save. 8 turns, 100 tokens, 2 successes.
     found = early_stopping(SCORES, TOKENS, SUCCESSES, below(-0.5))
-    assert (found.flagged, found.tokens_saved, found.successes_lost) == (0.5, 0.4, 0.5)
+    assert (found.flagged, found.turns_saved, found.tokens_saved, found.successes_lost) == (0.5, 0.25, 0.4, 0.5)
     nobody = early_stopping(SCORES, TOKENS, SUCCESSES, below(-9))
-    assert (nobody.flagged, nobody.tokens_saved, nobody.successes_lost) == (0, 0, 0)
-    # Everybody: saves all but the first turns, 100 − 10 − 10 − 5 − 10.
+    assert (nobody.flagged, nobody.turns_saved, nobody.tokens_saved, nobody.successes_lost) == (0, 0, 0, 0)
+    # Everybody: saves all but the four first turns, and all but 10 + 10 + 5 + 10 tokens.
     everybody = early_stopping(SCORES, TOKENS, SUCCESSES, below(9))
-    assert (everybody.flagged, everybody.tokens_saved, everybody.successes_lost) == (0.75, 0.65, 1)
+    assert (everybody.flagged, everybody.turns_saved) == (0.75, 0.5)
+    assert (everybody.tokens_saved, everybody.successes_lost) == (0.65, 1)
 
 
 def test_lengths_that_differ_are_named():

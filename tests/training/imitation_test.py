@@ -7,16 +7,26 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from models import tiny
 
 from mpo_jax.environments.corpus import factbook
 from mpo_jax.environments.demonstrations import demonstrate
 from mpo_jax.environments.questions import SPLITS, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
+from mpo_jax.models import lora
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.models.transformer import Transformer, TransformerConfig
-from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
+from mpo_jax.training.imitation import (
+    Curriculum,
+    Demonstrations,
+    _as_episode,
+    _rows,
+    imitate,
+    imitate_by_adapters,
+    tokenizer_texts,
+)
 from mpo_jax.types import PADDING
 from training import runs
 
@@ -167,3 +177,41 @@ def test_imitation_repeats_from_its_seed():
     (one, first), (two, second), (other, _) = (train(seed, 3, 1.0) for seed in (0, 0, 1))
     assert runs.equal(one, two) and np.array_equal(first, second)
     assert not runs.equal(jax.tree.leaves(one)[0], jax.tree.leaves(other)[0])
+
+
+def test_adapters_imitate_actions_and_the_model_stays():
+    model, settings = runs.model(), lora.LoraConfig(rank=4, alpha=8.0)
+    before, losses = runs.frozen(model.params), []
+    observed = [7, 9, 11, 13]
+    sequences = [([*observed, 20 + n, 30 + n], [False] * 4 + [True] * 2) for n in range(3)]
+    adapters = imitate_by_adapters(
+        model,
+        settings,
+        sequences,
+        num_steps=30,
+        row_tokens=12,  # two sequences a row
+        learning_rate=0.05,
+        report=lambda step, loss: losses.append(float(loss)),
+    )
+    assert runs.equal(model.params, before)
+    assert losses[-1] < losses[0] - 1.0
+    # The loss is that of the actions alone: what was observed is not foretold any better.
+    logits = [
+        tiny.log_softmax(tiny.oracle(model.config, params, sequences[0][0]))
+        for params in (model.params, lora.merge(settings, model.params, adapters))
+    ]
+    base, tuned = (x[np.arange(5), sequences[0][0][1:]] for x in logits)
+    assert tuned[3:].sum() > base[3:].sum() + 1.0
+    assert tuned[:3].sum() < base[:3].sum() + 1.0
+
+
+def test_rows_hold_whole_sequences_and_go_through_all_before_any_again():
+    sizes = np.array([0, 3, 4, 5, 2])  # of the sequences of 1s, 2s, …
+    rows = _rows([_as_episode([n] * sizes[n], [True] * sizes[n]) for n in (1, 2, 3, 4)], 8, random.Random(0))
+    met = np.zeros(5, int)
+    for row in itertools.islice(rows, 12):
+        assert row.tokens.shape == (1, 8)
+        counts = np.bincount(row.tokens[row.sequence_ids != PADDING], minlength=5)
+        assert counts.sum() > 8 - 5 and not (counts[1:] % sizes[1:]).any()
+        met[1:] += counts[1:] // sizes[1:]
+    assert met[1:].min() >= 4 and np.ptp(met[1:]) <= 1
