@@ -203,7 +203,16 @@ def make_rollout(
         group_size=group_size,
         seed=seed,
         limits=Limits(observation_tokens=config.max_observation_tokens),
+        threads=environment_threads(config),
     )
+
+
+def environment_threads(config: ml_collections.ConfigDict) -> int:
+    """In which environments reset and step: one a slot, but for the packaged one, which answers at once."""
+    threads = config.get("environment_threads")
+    if threads is not None:
+        return threads
+    return 0 if config.environment == "search" else config.num_slots
 
 
 def monitored(config: ml_collections.ConfigDict, model: Pretrained, rollout: Rollout) -> Rollout:
@@ -318,5 +327,12 @@ def play(rollout: Rollout, num_groups: int) -> list[Episode]:
 
 def play_jobs(rollout: Rollout, jobs: Iterable[Job]) -> list[Episode]:
     """The episodes of some jobs, by their ids, without a store."""
-    episodes = run_episodes(rollout.engine, rollout.tokenizer, rollout.make_environment, jobs, limits=rollout.limits)
+    episodes = run_episodes(
+        rollout.engine,
+        rollout.tokenizer,
+        rollout.make_environment,
+        jobs,
+        limits=rollout.limits,
+        threads=rollout.threads,
+    )
     return sorted(episodes, key=lambda episode: episode.episode_id)

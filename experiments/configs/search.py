@@ -58,6 +58,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.lora.targets = ("query", "key", "value", "output", "gate", "up", "down")
 
     config.num_slots = 64
+    config.environment_threads = config_dict.placeholder(int)  # by default one a slot; none for the packaged documents
     config.context_length = 384
     config.max_turn_tokens = 24
     config.max_observation_tokens = 80

@@ -1,8 +1,10 @@
 """The agent loop: episodes run side by side in an engine's slots, turn by turn.
 
-The engine is sent only what the environment adds; see `rollout.conversation` for what becomes of an episode.
+The engine is sent only what the environment adds; see `rollout.conversation` for what becomes of an episode. While an
+environment is at work, in a thread, the engine samples the turns of the others.
 """
 
+import concurrent.futures
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
@@ -11,6 +13,8 @@ import gymnasium
 from mpo_jax.rollout.conversation import Conversation, Job, Limits, whole_action
 from mpo_jax.rollout.protocol import Engine, Generation, Tokenizer
 from mpo_jax.store.episode import Episode
+
+_PATIENCE = 1.0  # seconds without an answer of any environment before `should_stop` is asked again
 
 
 def run_episodes(
@@ -21,6 +25,7 @@ def run_episodes(
     *,
     limits: Limits = Limits(),
     executable: Callable[[list[int]], list[bool]] = whole_action,
+    threads: int = 0,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Episode]:
     """Runs the jobs, as many at a time as the engine has slots, and yields each episode as it ends.
@@ -36,7 +41,9 @@ def run_episodes(
         turn, for as long as episodes run.
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
-      should_stop: asked before each call of the engine; once true, running episodes are given up and all ends.
+      threads: in which environments reset and step, one call each at a time; 0: here, while the engine waits.
+      should_stop: asked before each call of the engine, and each second while all environments are at work; once true,
+        running episodes are given up, and all ends when the environments have answered.
 
     Yields:
       Finished episodes.
@@ -50,11 +57,10 @@ def run_episodes(
         if job is None:
             return None
         environment = idle.pop() if idle else make_environment()
-        conversation = Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
-        conversation.start()
-        return conversation
+        return Conversation(job, environment, tokenizer, engine.context_length, limits, executable)
 
-    slots, waiting = _Slots(engine, idle), map(begin, jobs)
+    executor = concurrent.futures.ThreadPoolExecutor(threads) if threads else _Here()
+    slots, waiting = _Slots(engine, idle, executor), map(begin, jobs)
     try:
         while True:
             yield from slots.fill(waiting)
@@ -65,11 +71,23 @@ def run_episodes(
         slots.close()
 
 
+class _Here(concurrent.futures.Executor):
+    """Runs what it is given at once."""
+
+    def submit(self, function, /, *args, **kwargs):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
 class _Slots:
     """The engine's slots with the episodes in them, and the environments that rest."""
 
-    def __init__(self, engine: Engine, idle: list[gymnasium.Env]):
-        self.engine, self.idle = engine, idle
+    def __init__(self, engine: Engine, idle: list[gymnasium.Env], executor: concurrent.futures.Executor):
+        self.engine, self.idle, self.executor = engine, idle, executor
         self.running: dict[int, Conversation] = {}
         self._asked: dict[int, int] = {}  # slot -> version when its turn began, of the turns under way
 
@@ -77,27 +95,39 @@ class _Slots:
         """Gives free slots the episodes that come next, and yields those that ended before their first turn."""
         for slot in range(self.engine.num_slots):
             while slot not in self.running and (conversation := next(waiting, None)) is not None:
-                if conversation.end_reason:
-                    yield self._finish(conversation)
-                else:
-                    self.running[slot] = conversation
+                self.running[slot] = conversation
+                conversation.start(self.executor)
+                yield from self._settle(slot)
             if slot not in self.running:
                 return  # no job for it: none for the others
 
     def play_turns(self) -> Iterator[Episode]:
-        """Has the turns that end next acted upon, and yields the episodes that end with them or by the clock."""
+        """Has the turns that end next acted upon, and yields the episodes that end with what is answered by then."""
         for slot, (generation, version) in self._sample_turns().items():
-            self.running[slot].act(generation, version)
+            self.running[slot].act(generation, version, self.executor)
+        answers = [conversation.answer for conversation in self.running.values() if conversation.answer]
+        if len(answers) == len(self.running):  # nobody's turn to sample
+            concurrent.futures.wait(answers, _PATIENCE, concurrent.futures.FIRST_COMPLETED)
         for slot in list(self.running):
-            self.running[slot].watch_the_clock()
-            if self.running[slot].end_reason:
-                self.engine.free(slot)
-                self._asked.pop(slot, None)
-                yield self._finish(self.running.pop(slot))
+            yield from self._settle(slot)
+
+    def _settle(self, slot: int) -> Iterator[Episode]:
+        """Reads the slot's answer if it is there, and yields its episode if that has ended, by it or by the clock."""
+        conversation = self.running[slot]
+        if conversation.answer and conversation.answer.done():
+            conversation.hear()
+        conversation.watch_the_clock()
+        if conversation.end_reason:
+            self.engine.free(slot)
+            self._asked.pop(slot, None)
+            yield self._finish(self.running.pop(slot))
 
     def _sample_turns(self) -> dict[int, tuple[Generation, int]]:
         """The turns that end next, by slot, each with the oldest version that can have sampled any of it."""
-        new = {slot: conversation for slot, conversation in self.running.items() if slot not in self._asked}
+        ready = {slot: conversation for slot, conversation in self.running.items() if not conversation.answer}
+        if not ready:
+            return {}
+        new = {slot: conversation for slot, conversation in ready.items() if slot not in self._asked}
         self._asked |= dict.fromkeys(new, self.engine.version)
         generations = self.engine.generate(
             {slot: conversation.unread for slot, conversation in new.items()},
@@ -118,6 +148,7 @@ class _Slots:
 
     def close(self) -> None:
         """Gives up what still runs, and closes all environments."""
+        self.executor.shutdown(cancel_futures=True)
         for slot, conversation in self.running.items():
             self.engine.free(slot)
             self.idle.append(conversation.environment)

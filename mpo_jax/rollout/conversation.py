@@ -10,6 +10,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
 from typing import Any
 
 import gymnasium
@@ -85,6 +86,8 @@ def derive_seed(*path: int) -> int:
 class Conversation:
     """A running episode: the append-only lists of its record, and the ids that the policy has yet to read.
 
+    Policy and environment take turns: while `answer` is there, it is the environment's, which `hear` ends.
+
     - Its end by the environment is "terminated" or "truncated", by `limits.turns` "turn_limit".
     - A turn that the engine cuts still reaches the environment and earns its reward, but has no end: the episode ends
       there as "token_limit". So does one whose next observation leaves no room for an action; that observation is
@@ -110,32 +113,27 @@ class Conversation:
         self.context_length, self.limits, self.executable = context_length, limits, executable
         self.task_id, self.end_reason, self.error = str(job.group_id), "", ""
         self.unread: list[int] = []
+        self.answer: Future | None = None
+        self.last: Generation | None = None  # the newest turn
         self.next_state_id = 0
         self.tokens, self.action_mask, self.executable_mask, self.turn_ids, self.logprobs = [], [], [], [], []
         self.rewards, self.state_ids, self.versions = [], [], []
         self.observations, self.actions, self.progress, self.notes = [], [], [], {}
 
-    def start(self) -> None:
-        """Resets the environment and reads the prompt."""
+    def start(self, executor: Executor) -> None:
+        """Has the environment reset there."""
         self.watch_the_clock()
-        if self.end_reason:
-            return
-        try:
-            text, info = self.environment.reset(seed=self.job.environment_seed, options=dict(self.job.options))
-            observation = observe(text, info, self.limits.observation_tokens)
-        except Exception as error:
-            self._fail(error)
-        else:
-            self.task_id = observation.task_id or self.task_id
-            self._read(observation, self.tokenizer.render_prompt)
+        if not self.end_reason:
+            seed, options = self.job.environment_seed, dict(self.job.options)
+            self.answer = executor.submit(self.environment.reset, seed=seed, options=options)
 
     def watch_the_clock(self) -> None:
-        """Cuts an episode that has not ended by its deadline; a turn under way is dropped."""
-        if not self.end_reason and time.monotonic() > self.job.deadline:
+        """Cuts an episode that has not ended by its deadline; a turn that is being sampled is dropped."""
+        if not (self.end_reason or self.answer) and time.monotonic() > self.job.deadline:
             self.end_reason, self.notes["deadline_passed"] = "truncated", True
 
-    def act(self, generation: Generation, version: int) -> None:
-        """Appends what the policy has read and sampled, and lets the environment answer."""
+    def act(self, generation: Generation, version: int, executor: Executor) -> None:
+        """Appends what the policy has read and sampled, and has the environment take the action there."""
         self._append(self.unread, [0.0] * len(self.unread), sampled=False)
         self._append(generation.tokens, generation.logprobs, sampled=True)
         self.state_ids.append(self.next_state_id)
@@ -146,24 +144,40 @@ class Conversation:
         self.progress += [] if generation.progress is None else [generation.progress]
         if generation.flagged:
             self.notes.setdefault("flagged_turn", len(self.rewards))
+        self.last = generation
+        self.answer = executor.submit(self.environment.step, action)
+
+    def hear(self) -> None:
+        """Reads what the environment answers, waiting for it if need be."""
+        answer, self.answer = self.answer, None
         try:
-            text, reward, terminated, truncated, info = self.environment.step(action)
-            reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
+            if self.last is None:
+                text, info = answer.result()
+            else:
+                text, reward, terminated, truncated, info = answer.result()
+                reward, terminated, truncated = float(reward), bool(terminated), bool(truncated)
             observation = observe(text, info, self.limits.observation_tokens)
         except Exception as error:
-            self.rewards.append(float("nan"))
+            self.rewards += [] if self.last is None else [math.nan]
             self._fail(error)
             return
-        self.rewards.append(reward)
-        if generation.finish_reason == "length":
-            self.end_reason = "token_limit"
-        elif terminated or truncated:
-            self.end_reason = "terminated" if terminated else "truncated"
-        elif len(self.rewards) == self.limits.turns:
-            self.end_reason = "turn_limit"
-        elif generation.flagged and self.limits.flagged:
-            self.end_reason = "truncated"
-        self._read(observation, self.tokenizer.render_observation)
+        if self.last is None:
+            self.task_id = observation.task_id or self.task_id
+            self._read(observation, self.tokenizer.render_prompt)
+        else:
+            self.rewards.append(reward)
+            self.end_reason = self._end(terminated, truncated)
+            self._read(observation, self.tokenizer.render_observation)
+
+    def _end(self, terminated: bool, truncated: bool) -> str:
+        """Why the episode ends with its last turn; empty if it goes on."""
+        if self.last.finish_reason == "length":
+            return "token_limit"
+        if terminated or truncated:
+            return "terminated" if terminated else "truncated"
+        if len(self.rewards) == self.limits.turns:
+            return "turn_limit"
+        return "truncated" if self.last.flagged and self.limits.flagged else ""
 
     def _append(self, ids: list[int], logprobs: list[float], *, sampled: bool) -> None:
         self.tokens += ids

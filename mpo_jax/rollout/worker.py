@@ -41,6 +41,7 @@ class Rollout:
       seed: of the run; every episode's own is derived from it, its group and its place there.
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
+      threads: in which environments reset and step; 0: in the loop itself, while the engine waits.
       share: (index, count) of the processes that divide the run's groups, each with a store of its own: the group that
         this one calls g is number g · count + index of the run, which decides over its task and seeds.
     """
@@ -53,6 +54,7 @@ class Rollout:
     seed: int = 0
     limits: Limits = dataclasses.field(default_factory=Limits)
     executable: Callable[[list[int]], list[bool]] = whole_action
+    threads: int = 0
     share: tuple[int, int] = (0, 1)
 
     def jobs(self, group_id: int) -> list[Job]:
@@ -82,6 +84,7 @@ class Rollout:
             (job for group_id in group_ids for job in ([None] if group_id is None else self.jobs(group_id))),
             limits=self.limits,
             executable=self.executable,
+            threads=self.threads,
             should_stop=should_stop,
         )
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import threading
 import types
 
 import pytest
@@ -250,3 +251,70 @@ def test_a_turn_that_new_weights_interrupt_carries_the_version_that_began_it():
 def test_seeds_differ_by_every_part_of_their_path():
     assert len({derive_seed(*path) for path in [(0, 1), (1, 0), (0, 0, 1), (0, 1, 1), (1, 1)]}) == 5
     assert derive_seed(3, 4) == derive_seed(3, 4) < 2**31
+
+
+class Meeting(Counting):
+    """Resets and steps end only when two environments are in one."""
+
+    barrier = threading.Barrier(2, timeout=20)
+
+    def reset(self, **arguments):
+        self.barrier.wait()
+        return super().reset(**arguments)
+
+    def step(self, action):
+        self.barrier.wait()
+        return super().step(action)
+
+
+def test_environments_are_at_work_side_by_side():
+    jobs = [job(0, turns=3), job(1, turns=3)]
+    episodes = list(run_episodes(ScriptedEngine(say("a")), LETTERS, Meeting, jobs, threads=2))
+    assert [e.end_reason for e in episodes] == ["terminated"] * 2 and all("error" not in e.metadata for e in episodes)
+
+
+class Waiting(Counting):
+    """The slow one's first step ends when the releasing one's has."""
+
+    released = threading.Event()
+
+    def step(self, action):
+        if self.options.get("slow"):
+            assert self.released.wait(20), "held up the others"
+        if self.options.get("releases"):
+            self.released.set()
+        return super().step(action)
+
+
+def test_a_slow_environment_holds_nobody_up():
+    jobs = [job(0, turns=1, slow=True), *(job(n, turns=2) for n in (1, 2)), job(3, turns=1, releases=True)]
+    engine = ScriptedEngine(say("a"), num_slots=2)
+    episodes = list(run_episodes(engine, LETTERS, Waiting, jobs, threads=2))
+    assert sorted(e.episode_id for e in episodes) == ["e0", "e1", "e2", "e3"]
+    assert [e.episode_id for e in episodes][:2] == ["e1", "e2"]
+    assert all("error" not in e.metadata for e in episodes) and engine.contexts == {}
+
+
+def test_threads_change_no_episode():
+    jobs = [job(index, turns=1 + index % 3, fail={4: "step", 5: "reset"}.get(index)) for index in range(7)]
+    expected = run(ScriptedEngine(random_words, num_slots=3), *jobs)
+    found = run(ScriptedEngine(random_words, num_slots=3), *jobs, threads=3)
+    by_id = [sorted(map(repr, episodes)) for episodes in (found, expected)]  # repr, as NaN is not equal to itself
+    assert by_id[0] == by_id[1] and "tool crashed" in "".join(by_id[0]) and "no documents" in "".join(by_id[0])
+
+
+def test_told_to_stop_it_waits_for_the_environments_and_closes_them():
+    told, log = threading.Event(), []
+
+    class Telling(Counting):
+        def step(self, action):
+            told.set()
+            log.append("steps")
+            return super().step(action)
+
+        def close(self):
+            log.append("closes")
+
+    engine = ScriptedEngine(say("a"))
+    assert list(run_episodes(engine, LETTERS, Telling, [job(turns=9)], threads=1, should_stop=told.is_set)) == []
+    assert log[-1] == "closes" and set(log[:-1]) == {"steps"} and engine.contexts == {}
