@@ -5,6 +5,7 @@ from pathlib import Path
 import ml_collections
 
 from mpo_jax.models import lora
+from mpo_jax.models.actor_critic import whole_critic
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.training.step import TrainState
 
@@ -25,4 +26,6 @@ def save(workdir: Path, config: ml_collections.ConfigDict, model: Pretrained, st
     if (adapters := configured(config)) is not None:
         lora.save(workdir / "adapter", adapters, model.config, state.policy, config.model)
         if state.critic is not None:
-            lora.save(workdir / "critic_adapter", adapters, model.config, state.critic, config.model)
+            shared = config.get("shared_trunk") is not None
+            critic = whole_critic(state.policy, state.critic) if shared else state.critic
+            lora.save(workdir / "critic_adapter", adapters, model.config, critic, config.model)

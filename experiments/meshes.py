@@ -12,12 +12,13 @@ from jax.sharding import Mesh
 from experiments import parts
 from experiments.configs import search
 from mpo_jax.algorithms import Algorithm
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.models.mesh import MESH_AXES
 from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.models.weights import shapes
 from mpo_jax.training import plan, sharding
 from mpo_jax.training.cluster import Cluster
-from mpo_jax.training.step import Models, initial_state, make_train_step
+from mpo_jax.training.step import initial_state, make_train_step
 
 
 def make_mesh(sizes: str, devices: Sequence[Any]) -> Mesh:

@@ -16,6 +16,7 @@ from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
 from mpo_jax.models import pretrained, weights
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.models.chat import TemplateTokenizer
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.agent import run_episodes
@@ -31,7 +32,7 @@ from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.descriptions import describe
 from mpo_jax.training.learner import Learner, Settings
-from mpo_jax.training.step import Models, Optimizers, TrainState, initial_state
+from mpo_jax.training.step import Optimizers, TrainState, initial_state
 
 
 def keep_freed_memory() -> None:
@@ -136,10 +137,11 @@ def make_models(config: ml_collections.ConfigDict, model: Pretrained) -> Models:
     Raises:
       ValueError: experts to be replayed of a model that has none.
     """
-    replay = "router_replay" in config and config.router_replay
-    if replay and not model.config.num_experts:
+    replay = model.config if config.get("router_replay") else None
+    if replay is not None and not replay.num_experts:
         raise ValueError(f"router_replay: model={config.model} has no experts")
-    return dataclasses.replace(Models.of(model.config), adapters=adapters.configured(config), router_replay=replay)
+    models = Models.of(model.config, shared_trunk=config.get("shared_trunk"))
+    return dataclasses.replace(models, adapters=adapters.configured(config), router_replay=replay)
 
 
 def make_optimizers(config: ml_collections.ConfigDict) -> Optimizers:
@@ -167,7 +169,9 @@ def make_state(
     config: ml_collections.ConfigDict, model: Pretrained, algorithm: algorithms.Algorithm, updates: Optimizers
 ) -> TrainState:
     """The state before the first step."""
-    return initial_state(model.config, model.params, algorithm, updates, adapters.configured(config), config.seed)
+    shared = config.get("shared_trunk") is not None
+    adapted = adapters.configured(config)
+    return initial_state(model.config, model.params, algorithm, updates, adapted, config.seed, shared)
 
 
 def restore_state(checkpoints: Checkpoints, first: TrainState) -> TrainState:
@@ -194,6 +198,7 @@ def make_rollout(
         max_turn_tokens=config.max_turn_tokens,
         stop_ids=model.tokenizer.stop_ids,
         decoding=decoding,
+        keep_experts=bool(config.get("router_replay")),
     )
     return Rollout(
         engine=engine,

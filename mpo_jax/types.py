@@ -16,7 +16,7 @@ PADDING = -1  # sequence_ids and turn_ids of padding, group_ids of an absent seq
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
 class Trajectories:
-    """What the rollout wrote: nothing optional, nothing derived.
+    """What the rollout wrote: nothing derived, nothing optional but the experts.
 
     Attributes:
       tokens: int32[B,T], prompt, actions, observations, padding.
@@ -34,6 +34,8 @@ class Trajectories:
       group_ids: int32[B,S], equal for the episodes of one prompt, dense in 0..B·S-1; -1 = no sequence.
       truncated: bool[B,S], stopped by a limit, not by the environment.
       policy_version: int32[B,S], the oldest weights that sampled any of it.
+      experts: int16[B,T,L,k], those that read each token in the rollout, −1 where it does not say; None where they are
+        of no interest.
     """
 
     tokens: Array
@@ -48,6 +50,7 @@ class Trajectories:
     group_ids: Array
     truncated: Array
     policy_version: Array
+    experts: Array | None = None
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)

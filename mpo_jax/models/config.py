@@ -106,3 +106,13 @@ class TransformerConfig:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of the gated hidden layer."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    @property
+    def expert_layers(self) -> int:
+        """L, how many layers have experts."""
+        return sum(self.has_experts(layer) for layer in range(self.num_layers))
+
+    @property
+    def expert_id_type(self) -> str:
+        """The smallest unsigned type, little-endian, that holds the number of any expert."""
+        return "<u1" if self.num_experts <= 256 else "<u2"

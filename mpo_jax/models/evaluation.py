@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from mpo_jax.kernels import linear_logprobs
 from mpo_jax.models.mesh import by_rows
 from mpo_jax.models.moe import Routing
-from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.models.transformer import Critic, SharedCritic, Transformer
 from mpo_jax.types import Array, Trajectories
 
 
@@ -32,8 +32,18 @@ def routed_logprobs(
       batch: to be read.
       experts: int[B,T,L,k], experts to use; None leaves the choice to the routers.
     """
+    hidden, routing = _read(model, batch, experts)
+    return *_logprobs(model, hidden, batch), routing
+
+
+def _read(model: Transformer, batch: Trajectories, experts: Array | None) -> tuple[Array, Routing | None]:
+    """Hidden states [B,T,D] after each token, and the routing."""
     replay = None if experts is None else jnp.moveaxis(experts, 2, 0)
     hidden, _, routing = model.routed(batch.tokens, batch.positions, batch.sequence_ids, replay=replay)
+    return hidden, routing
+
+
+def _logprobs(model: Transformer, hidden: Array, batch: Trajectories) -> tuple[Array, Array]:
     rows, length, width = hidden.shape
     hidden = by_rows(hidden[:, :-1].reshape(-1, width), "tensor")  # where heads are divided, tokens are here
     logprobs, entropy = linear_logprobs(hidden, model.head(), batch.tokens[:, 1:].reshape(-1))
@@ -43,7 +53,7 @@ def routed_logprobs(
         x = jnp.where(unpredicted, 0.0, x.reshape(rows, length - 1))
         return jnp.pad(x, ((0, 0), (1, 0)))
 
-    return shift(logprobs), shift(entropy), routing
+    return shift(logprobs), shift(entropy)
 
 
 def prefix_values(critic: Critic, batch: Trajectories) -> tuple[Array, Array]:
@@ -51,7 +61,20 @@ def prefix_values(critic: Critic, batch: Trajectories) -> tuple[Array, Array]:
 
     Zero at the first token of a sequence, where there is no prefix, and for absent sequences.
     """
-    after = critic(batch.tokens, batch.positions, batch.sequence_ids).astype(jnp.float32)
+    return _before(critic(batch.tokens, batch.positions, batch.sequence_ids), batch)
+
+
+def shared_evaluation(
+    model: Transformer, critic: SharedCritic, batch: Trajectories, experts: Array | None = None
+) -> tuple[Array, Array, Routing | None, Array, Array]:
+    """What `routed_logprobs` and `prefix_values` return, of one reading of the batch by the trunk that both share."""
+    hidden, routing = _read(model, batch, experts)
+    return *_logprobs(model, hidden, batch), routing, *_before(critic(hidden), batch)
+
+
+def _before(after: Array, batch: Trajectories) -> tuple[Array, Array]:
+    """Values [B,T] and final values [B,S], of values after each token."""
+    after = after.astype(jnp.float32)
     before = jnp.pad(after[:, :-1], ((0, 0), (1, 0)))
     values = jnp.where(starts_of_sequences(batch), 0.0, before)
     slots = jnp.arange(batch.group_ids.shape[1])

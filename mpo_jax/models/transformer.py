@@ -276,3 +276,14 @@ class Critic(nnx.Module):
         """float[B,T]: the value of the prefix that ends *with* each token (`evaluation` shifts it)."""
         hidden, _ = self.trunk(tokens, positions, segment_ids)
         return self.value(hidden)[..., 0]
+
+
+class SharedCritic(nnx.Module):
+    """The same on the policy's trunk: the linear layer alone, of the hidden states that the policy's head reads."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.value = nnx.Linear(config.width, 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+    def __call__(self, hidden: Array) -> Array:
+        """float[B,T] of hidden[B,T,D]."""
+        return self.value(hidden)[..., 0]

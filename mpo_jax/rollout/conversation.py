@@ -119,6 +119,7 @@ class Conversation:
         self.tokens, self.action_mask, self.executable_mask, self.turn_ids, self.logprobs = [], [], [], [], []
         self.rewards, self.state_ids, self.versions = [], [], []
         self.observations, self.actions, self.progress, self.notes = [], [], [], {}
+        self.experts = b""
 
     def start(self, executor: Executor) -> None:
         """Has the environment reset there."""
@@ -136,6 +137,7 @@ class Conversation:
         """Appends what the policy has read and sampled, and has the environment take the action there."""
         self._append(self.unread, [0.0] * len(self.unread), sampled=False)
         self._append(generation.tokens, generation.logprobs, sampled=True)
+        self.experts += generation.experts
         self.state_ids.append(self.next_state_id)
         self.versions.append(version)
         stopped = generation.finish_reason == "stop"
@@ -224,4 +226,5 @@ class Conversation:
             versions=self.versions,
             end_reason=self.end_reason,
             metadata=self.notes | {"observations": self.observations, "actions": self.actions} | progress | failure,
+            experts=self.experts,
         )

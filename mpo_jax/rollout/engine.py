@@ -1,19 +1,17 @@
 """The embedded engine: continuous batching over slots, each with a KV cache that is kept over its turns."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
-import chex
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from mpo_jax.models.transformer import Cache, Transformer, TransformerConfig
-from mpo_jax.rollout.decoding import EXACT, Decoding, draw, reshape
+from mpo_jax.models.transformer import Cache, TransformerConfig
+from mpo_jax.rollout import sampling
+from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.protocol import Generation
-from mpo_jax.types import Array
+from mpo_jax.rollout.sampling import Rows
 
 READ_TOKENS = 512  # most that a slot reads at once: bounds the memory of a long prompt
 STOP_IDS = 8  # most that a slot may have
@@ -45,6 +43,7 @@ class Sampler:
         decoding: Decoding = EXACT,
         turns_per_call: int | None = None,
         steps_per_call: int | None = None,
+        keep_experts: bool = False,
     ):
         """Makes room; nothing is compiled before the first call.
 
@@ -55,16 +54,23 @@ class Sampler:
           decoding: how turns are sampled where a call does not say.
           turns_per_call: a call returns once so many of the turns under way have ended; by default all.
           steps_per_call: or after so many tokens, whatever has ended; by default after a whole turn.
+          keep_experts: turns tell which experts have read each token.
+
+        Raises:
+          ValueError: the experts of a model without any.
         """
+        if keep_experts and not config.num_experts:
+            raise ValueError("keep_experts: the model has no experts")
+        self._id_type = config.expert_id_type if keep_experts else None
         self.num_slots, self.context_length = num_slots, context_length
         self.max_turn_tokens, self.stop_ids = max_turn_tokens, tuple(stop_ids)
         self.decoding, self.exact, self.version = decoding, decoding.exact, -1
         self._turns_per_call = turns_per_call or num_slots
         self._contexts: list[list[int]] = [[] for _ in range(num_slots)]
-        self._num_cached = np.zeros(num_slots, np.int32)
+        self._num_cached, self._num_routed = np.zeros((2, num_slots), np.int32)
         self._under_way: dict[int, _Turn] = {}
         self._cache = Cache.empty(config, num_slots, context_length)
-        self._graph = _graph(config)
+        self._graph = sampling.graph_of(config)
         self._steps_per_call = min(steps_per_call or max_turn_tokens, max_turn_tokens)
 
     def load(self, params: nnx.State, version: int) -> None:
@@ -74,7 +80,7 @@ class Sampler:
 
     def free(self, slot: int) -> None:
         """Forgets the context of a slot."""
-        self._contexts[slot], self._num_cached[slot] = [], 0
+        self._contexts[slot], self._num_cached[slot], self._num_routed[slot] = [], 0, 0
         self._under_way.pop(slot, None)
 
     def generate(
@@ -110,8 +116,9 @@ class Sampler:
             return {}
         self._read_unread()
         may_be_left = max(len(self._under_way) - self._turns_per_call, 0)
-        self._cache, *sampled = _sample(
+        self._cache, *sampled = sampling.sample(
             self._graph,
+            self._id_type,
             self.max_turn_tokens,
             self._params,
             self._cache,
@@ -119,7 +126,7 @@ class Sampler:
             self._steps_per_call,
             may_be_left,
         )
-        return self._take(*map(np.asarray, sampled))
+        return self._take(*jax.tree.map(np.asarray, sampled))
 
     def _begin(self, slot: int, ids: list[int], seed: int, decoding: Decoding) -> "_Turn":
         if slot in self._under_way:
@@ -153,12 +160,22 @@ class Sampler:
                 rows[place], starts[place], counts[place] = slot, first, number
                 self._num_cached[slot] += number
                 unread[slot] -= number
-            self._cache = _read(self._graph, self._params, self._cache, rows, tokens, starts, counts)
+            news = rows, tokens, starts, counts
+            self._cache, experts = sampling.read(self._graph, self._id_type, self._params, self._cache, *news)
+            if experts is not None:
+                for place, own in enumerate(np.asarray(experts)):
+                    self._note(int(rows[place]), int(starts[place]), own[: counts[place]])
 
-    def _rows(self) -> "_Rows":
-        """What `_sample` needs to know of every slot; those without a turn have no room."""
+    def _note(self, slot: int, first: int, experts: np.ndarray) -> None:
+        """Keeps the experts of a slot's positions from `first` on that are not known: those of their first reading."""
+        if len(experts):
+            self._under_way[slot].experts.append(experts[max(self._num_routed[slot] - first, 0) :])
+            self._num_routed[slot] = max(self._num_routed[slot], first + len(experts))
+
+    def _rows(self) -> Rows:
+        """What `sampling.sample` needs to know of every slot; those without a turn have no room."""
         zeros = np.zeros(self.num_slots, np.int32)
-        rows = _Rows(
+        rows = Rows(
             tokens=zeros,
             positions=zeros.copy(),
             room=zeros.copy(),
@@ -176,18 +193,23 @@ class Sampler:
             rows.temperature[slot], rows.top_k[slot], rows.top_p[slot] = chosen.temperature, chosen.top_k, chosen.top_p
         return rows
 
-    def _take(self, sampled: np.ndarray, logprobs: np.ndarray, numbers: np.ndarray) -> dict[int, Generation]:
+    def _take(
+        self, sampled: np.ndarray, logprobs: np.ndarray, numbers: np.ndarray, experts: np.ndarray | None
+    ) -> dict[int, Generation]:
         """Appends what was sampled to the contexts; the turns that have ended with it."""
         ended = {}
         for slot, turn in list(self._under_way.items()):
             context, number = self._contexts[slot], int(numbers[slot])
+            if experts is not None:
+                self._note(slot, len(context) - 1, experts[slot, :number])
             context += sampled[slot, :number].tolist()
             turn.logprobs += logprobs[slot, :number].tolist()
             self._num_cached[slot] = len(context) - 1  # the last sampled token is not read yet
             stopped = context[-1] in turn.stop_ids
             if stopped or len(context) == turn.end:
                 reason = "stop" if stopped else "length"
-                ended[slot] = Generation(context[turn.start :], turn.logprobs, reason)
+                told = b"".join(part.tobytes() for part in turn.experts)
+                ended[slot] = Generation(context[turn.start :], turn.logprobs, reason, experts=told)
                 del self._under_way[slot]
         return ended
 
@@ -202,82 +224,4 @@ class _Turn:
     decoding: Decoding
     stop_ids: tuple[int, ...]
     logprobs: list[float] = dataclasses.field(default_factory=list)
-
-
-@chex.dataclass(frozen=True, mappable_dataclass=False)
-class _Rows:
-    """What is to be sampled, a row a slot: after which id, not yet read, at which position, and how many at most."""
-
-    tokens: Array
-    positions: Array
-    room: Array
-    seeds: Array
-    stop_ids: Array
-    temperature: Array
-    top_k: Array
-    top_p: Array
-
-
-@functools.cache
-def _graph(config: TransformerConfig) -> nnx.GraphDef:
-    """One object a config, so that samplers of one config share what is compiled."""
-    return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
-def _read(graph, params, cache, rows, tokens, starts, counts):
-    """The cache after rows[N] have read counts[N] of tokens[N,W] from starts[N] on; row B is none, of N = B all are."""
-    model, num_slots, context = nnx.merge(graph, params), len(cache.keys[0]), cache.length
-    steps = jnp.arange(tokens.shape[1])[None, :]
-    positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, context)
-    if len(rows) == num_slots:
-        return model(tokens, positions, cache=cache)[1]
-    part = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), cache)
-    _, part = model(tokens, positions, cache=part)
-    return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), cache, part)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _sample(graph, width, params, cache, rows, steps, may_be_left):
-    """Reads each row's last id and samples the next, until at most `may_be_left` rows go on, or `steps` times.
-
-    Returns:
-      The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [B,width], and
-      how many were sampled [B].
-    """
-    model = nnx.merge(graph, params)
-    head, context, num_slots = model.head(), cache.length, rows.tokens.shape[0]
-    plain = ((rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)).all()
-    greedy = ((rows.temperature == 0) | (rows.room == 0)).all()
-
-    def draw_all(logits, positions):
-        return draw(logits, rows.seeds, positions)
-
-    def draw_each(logits, positions):
-        return draw_all(reshape(logits, rows.temperature, rows.top_k, rows.top_p), positions)
-
-    def take_likeliest(logits, positions):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def advance(carry):
-        step, cache, token, sampled, logprobs, number, alive = carry
-        positions = jnp.where(alive, rows.positions + step, context)
-        hidden, cache = model(token[:, None], positions[:, None], cache=cache)
-        logits = (hidden[:, 0] @ head).astype(jnp.float32)
-        # All three say the same of a row, so that its company does not matter; to draw costs more than to look.
-        way = jnp.where(greedy, 2, jnp.where(plain, 1, 0))
-        token = jax.lax.switch(way, (draw_each, draw_all, take_likeliest), logits, rows.positions + step + 1)
-        chosen = jnp.take_along_axis(logits, token[:, None], axis=-1)[:, 0] - jax.nn.logsumexp(logits, axis=-1)
-        sampled = sampled.at[:, step].set(jnp.where(alive, token, 0))
-        logprobs = logprobs.at[:, step].set(jnp.where(alive, chosen, 0.0))
-        number += alive
-        stopped = (token[:, None] == rows.stop_ids).any(axis=1)
-        return step + 1, cache, token, sampled, logprobs, number, alive & ~stopped & (step + 1 < rows.room)
-
-    def goes_on(carry):
-        return (carry[0] < steps) & (carry[-1].sum() > may_be_left)
-
-    empty = jnp.zeros((num_slots, width))
-    carry = (0, cache, rows.tokens, empty.astype(jnp.int32), empty, jnp.zeros(num_slots, jnp.int32), rows.room > 0)
-    _, cache, _, sampled, logprobs, number, _ = jax.lax.while_loop(goes_on, advance, carry)
-    return cache, sampled, logprobs, number
+    experts: list[np.ndarray] = dataclasses.field(default_factory=list)

@@ -23,6 +23,8 @@ class Generation:
       finish_reason: "stop" = the policy ended its turn, by any stop id; "length" = cut by a limit, nothing appended.
       progress: score of the turn by a monitor; None without one.
       flagged: whether the monitor flags the episode as of this turn.
+      experts: of the tokens since those of the turn before, this turn's last left out, which nothing has read yet: what
+        is appended to `Episode.experts`. Empty where the engine keeps none.
 
     Raises:
       ValueError: no tokens, or not one log-probability a token.
@@ -33,6 +35,7 @@ class Generation:
     finish_reason: Literal["stop", "length"]
     progress: float | None = None
     flagged: bool = False
+    experts: bytes = b""
 
     def __post_init__(self):
         if not self.tokens or len(self.tokens) != len(self.logprobs):

@@ -20,7 +20,14 @@ class InvalidEpisode(ValueError):
     """A record that no learner may train on; the message names the field, its size and what was expected."""
 
 
-class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="record", tag=RECORD_VERSION):
+class Episode(
+    msgspec.Struct,
+    frozen=True,
+    forbid_unknown_fields=True,
+    omit_defaults=True,
+    tag_field="record",
+    tag=RECORD_VERSION,
+):
     """One finished episode of n tokens and m turns, token-in token-out. One that failed before it acted has none.
 
     Encoded, it also has a `record`, the version of this layout; a record without one is of version 1.
@@ -40,6 +47,8 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
       end_reason: "terminated" by the environment, or cut by the "turn_limit", the "token_limit" or the environment's
         own limit ("truncated").
       metadata: anything printable that a person or a scorer may want (question, answer, texts).
+      experts: of a policy with experts whose engine keeps them, those that read each token but the last: n−1 times
+        L·k numbers, by layer, of one byte each, or two where there are more than 256. Empty otherwise, and not written.
     """
 
     episode_id: str
@@ -55,6 +64,7 @@ class Episode(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     versions: list[int]
     end_reason: EndReason
     metadata: dict[str, str | int | float | bool | list[str | float]] = {}
+    experts: bytes = b""
 
 
 def validate(episode: Episode, vocab_size: int | None = None) -> None:
@@ -86,6 +96,11 @@ def validate(episode: Episode, vocab_size: int | None = None) -> None:
             raise InvalidEpisode(
                 f"episode {episode.episode_id!r}: {field} has length {len(values)}, expected {size} (one a {unit})"
             )
+    if episode.experts and (n < 2 or len(episode.experts) % (n - 1)):
+        raise InvalidEpisode(
+            f"episode {episode.episode_id!r}: experts has {len(episode.experts)} bytes, expected as many for each of "
+            f"{max(n - 1, 0)} tokens"
+        )
     try:
         for field, wrong, expected in _rules(episode, vocab_size or _INT32_MAX + 1):
             if wrong.any():
@@ -116,6 +131,36 @@ def _rules(episode: Episode, vocab_size: int) -> Iterator[tuple[str, np.ndarray,
     yield "logprobs", sampled & ~(np.abs(logprobs) < _FLOAT32_MAX), "finite numbers on sampled tokens"
     yield "logprobs", sampled & (logprobs > LOGPROB_TOLERANCE), "log-probabilities, at most 0, on sampled tokens"
     yield "logprobs", ~sampled & (logprobs != 0), "0 off the sampled tokens"
+
+
+def read_experts(episode: Episode, shape: tuple[int, int], num_experts: int, id_type: str) -> np.ndarray:
+    """The experts that read each token of an episode; −1 for the last, and everywhere where the record has none.
+
+    Args:
+      episode: of n tokens.
+      shape: (L, k), layers with experts and experts a token.
+      num_experts: E, of each layer.
+      id_type: numpy's name of the type that they are written in.
+
+    Returns:
+      int16[n,L,k].
+
+    Raises:
+      InvalidEpisode: another number of bytes, or an expert that there is not: they are another model's.
+    """
+    experts = np.full((len(episode.tokens), *shape), -1, np.int16)
+    if not episode.experts:
+        return experts
+    expected = experts[:-1].size * np.dtype(id_type).itemsize
+    if len(episode.experts) != expected:
+        raise InvalidEpisode(
+            f"episode {episode.episode_id!r}: experts has {len(episode.experts)} bytes, expected {expected}: "
+            f"{shape[1]} experts of each of {shape[0]} layers for each of {len(experts) - 1} tokens"
+        )
+    experts[:-1] = np.frombuffer(episode.experts, id_type).reshape(-1, *shape)
+    if (found := experts.max()) >= num_experts:
+        raise InvalidEpisode(f"episode {episode.episode_id!r}: experts has {found}, expected 0..{num_experts - 1}")
+    return experts
 
 
 _decoder = msgspec.msgpack.Decoder(Episode)

@@ -30,10 +30,12 @@ SCHEMA = pa.schema(
         "versions": _IDS,
         "end_reason": pa.string(),
         "metadata": pa.string(),  # as JSON
+        "experts": pa.binary(),
         "checksum": pa.int64(),  # CRC-32 of the other columns
     },
     metadata={"record": str(RECORD_VERSION)},
 )
+_OLDER = SCHEMA.remove(SCHEMA.get_field_index("experts"))  # as files were written before there was that field
 
 
 def write_parquet(episodes: Iterable[Episode], path: str | os.PathLike) -> int:
@@ -74,13 +76,13 @@ def read_parquet(path: str | os.PathLike, vocab_size: int | None = None) -> Iter
                     yield _from_row(row, vocab_size)
                 except InvalidEpisode as error:
                     reason = f"{os.fspath(path)} row {number + 1}: {error}"
-                    yield Damaged(number, reason, json.dumps(row).encode())
+                    yield Damaged(number, reason, json.dumps(row, default=repr).encode())
     except (pa.ArrowException, OSError) as error:
         raise InvalidEpisode(f"{os.fspath(path)}: no readable Parquet file: {error}") from error
 
 
 def _check_schema(path: str | os.PathLike, found: pa.Schema) -> None:
-    if not SCHEMA.equals(found):
+    if not any(schema.equals(found) for schema in (SCHEMA, _OLDER)):
         raise InvalidEpisode(f"{os.fspath(path)}: columns {found.names}, expected {SCHEMA.names} and their types")
     if (version := (found.metadata or {}).get(b"record", b"none").decode(errors="replace")) != str(RECORD_VERSION):
         raise InvalidEpisode(f"{os.fspath(path)}: record version {version}, expected {RECORD_VERSION}")

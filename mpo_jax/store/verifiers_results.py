@@ -5,6 +5,7 @@ log-probabilities of each turn, as its environments save them with `state_column
 no place for is in the row's `info["mpo_jax"]`, so that our own episodes come back as they were.
 """
 
+import base64
 import json
 import math
 import os
@@ -95,6 +96,7 @@ def to_row(episode: Episode) -> dict[str, Any]:
         )
     messages = [message for step in steps for message in (*step["prompt"], *step["completion"])]
     carried = {name: getattr(episode, name) for name in _CARRIED} | {"record": RECORD_VERSION}
+    carried |= {"experts": base64.b64encode(episode.experts).decode()} if episode.experts else {}
     error = episode.metadata.get("error")
     return {
         "example_id": episode.group_id,

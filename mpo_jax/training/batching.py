@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from mpo_jax.store.episode import Episode
+from mpo_jax.models.config import TransformerConfig
+from mpo_jax.store.episode import Episode, read_experts
 from mpo_jax.types import PADDING, Trajectories
 
 
@@ -41,7 +42,12 @@ def first_fit_decreasing(lengths: Sequence[int], capacity: int, max_items: int) 
 
 
 def pack(
-    episodes: Sequence[Episode], *, row_tokens: int, row_sequences: int, row_multiple: int = 1
+    episodes: Sequence[Episode],
+    *,
+    row_tokens: int,
+    row_sequences: int,
+    row_multiple: int = 1,
+    routed: TransformerConfig | None = None,
 ) -> tuple[Trajectories, np.ndarray]:
     """Lays episodes out in rows of one fixed shape.
 
@@ -50,6 +56,7 @@ def pack(
       row_tokens: T.
       row_sequences: S, most episodes in a row.
       row_multiple: B is rounded up to a multiple of it, with empty rows, so that few shapes are ever compiled.
+      routed: the policy's shape where the experts of the rollout are wanted too.
 
     Returns:
       `Trajectories` of numpy arrays, and int[B,S] with the index of each episode's slot (-1 = none).
@@ -57,13 +64,16 @@ def pack(
     layout = first_fit_decreasing([len(e.tokens) for e in episodes], row_tokens, row_sequences)
     num_rows = -(-max(len(layout), 1) // row_multiple) * row_multiple
     slots = np.full((num_rows, row_sequences), -1)
-    batch = empty(num_rows, row_tokens, row_sequences)
+    batch = empty(num_rows, row_tokens, row_sequences, routed and (routed.expert_layers, routed.experts_per_token))
     groups = {group: index for index, group in enumerate(dict.fromkeys(e.group_id for e in episodes))}
     for row, members in enumerate(layout):
         start, first_turn = 0, 0
         for slot, index in enumerate(members):
             episode = episodes[index]
             _write(batch, row, slot, start, first_turn, episode)
+            if routed is not None:
+                found = read_experts(episode, batch.experts.shape[2:], routed.num_experts, routed.expert_id_type)
+                batch.experts[row, start : start + len(found)] = found
             batch.group_ids[row, slot] = groups[episode.group_id]
             slots[row, slot] = index
             start += len(episode.tokens)
@@ -76,13 +86,14 @@ def padded(batch: Trajectories, slots: np.ndarray, rows: int) -> tuple[Trajector
     more = rows - len(slots)
     if not more:
         return batch, slots
-    padding = empty(more, batch.tokens.shape[1], slots.shape[1])
+    experts = None if batch.experts is None else batch.experts.shape[2:]
+    padding = empty(more, batch.tokens.shape[1], slots.shape[1], experts)
     batch = jax.tree.map(lambda *parts: np.concatenate(parts), batch, padding)
     return batch, np.pad(slots, ((0, more), (0, 0)), constant_values=-1)
 
 
-def empty(rows: int, tokens: int, sequences: int) -> Trajectories:
-    """A batch of padding."""
+def empty(rows: int, tokens: int, sequences: int, experts: tuple[int, int] | None = None) -> Trajectories:
+    """A batch of padding, with room for (L, k) experts a token if asked for."""
 
     def full(value, dtype):
         return np.full((rows, tokens), value, dtype)
@@ -100,6 +111,7 @@ def empty(rows: int, tokens: int, sequences: int) -> Trajectories:
         group_ids=np.full((rows, sequences), PADDING, np.int32),
         truncated=np.zeros((rows, sequences), bool),
         policy_version=np.zeros((rows, sequences), np.int32),
+        experts=None if experts is None else np.full((rows, tokens, *experts), PADDING, np.int16),
     )
 
 

@@ -23,6 +23,7 @@ from mpo_jax.training.dense import Shaping
 from mpo_jax.training.descriptions import describe, informative, started
 from mpo_jax.training.hindsight import Guidance, privileged_logprobs
 from mpo_jax.training.metrics import MetricsLog
+from mpo_jax.training.microbatches import select_rows
 from mpo_jax.training.profiling import Stopwatch, throughput
 from mpo_jax.training.step import (
     Models,
@@ -31,7 +32,6 @@ from mpo_jax.training.step import (
     judge_critic,
     make_evaluate,
     make_train_step,
-    select_rows,
 )
 from mpo_jax.types import Evaluation, Targets, Trajectories
 
@@ -133,7 +133,7 @@ class Learner:
 
     def policy(self, state: TrainState) -> nnx.State:
         """The policy's parameters, adapters merged, for computations of this process alone; all processes must ask."""
-        return self.cluster.whole(self.models.policy_params(state))
+        return self.cluster.whole(self.models.whole(state.policy, state.base))
 
     def update(self, state: TrainState, episodes: Sequence[Episode]) -> tuple[TrainState, dict[str, float]]:
         """Trains on one batch.
@@ -188,7 +188,11 @@ class Learner:
     def _pack(self, episodes: Sequence[Episode]) -> tuple[Trajectories, np.ndarray]:
         s = self.settings
         batch, slots = pack(
-            episodes, row_tokens=s.row_tokens, row_sequences=s.row_sequences, row_multiple=s.row_multiple
+            episodes,
+            row_tokens=s.row_tokens,
+            row_sequences=s.row_sequences,
+            row_multiple=s.row_multiple,
+            routed=self.models.router_replay,
         )
         rows = int(self.cluster.agree(rows=len(slots))["rows"].max())
         batch, slots = padded(batch, slots, rows)

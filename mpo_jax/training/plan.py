@@ -199,13 +199,14 @@ def flops_per_token(program: Program, tokens: int | float) -> float:
     """Model FLOPs of a step by token: 6 N + 6 · layers · heads · head_dim · tokens, for policy and critic each.
 
     Two a multiplication, forward and twice that backward; attention is causal, so over half the row on average. The
-    critic has no output head. What is computed again is not counted. See *PaLM* (arXiv:2204.02311), appendix B.
+    critic has no output head, and costs next to nothing on the policy's trunk. What is computed again is not counted.
+    See *PaLM* (arXiv:2204.02311), appendix B.
     """
     c = program.config
     attention = 6.0 * c.num_layers * c.num_heads * c.head_dim * tokens
     policy = 6.0 * active_parameters(c) + attention
     critic = policy - 6.0 * c.vocab_size * c.width
-    return policy + (0.0 if program.state.critic is None else critic)
+    return policy + (critic if program.state.critic is not None and "trunk" in program.state.critic else 0.0)
 
 
 def utilisation(program: Program, tokens: int | float, tokens_per_second: float) -> float:

@@ -9,20 +9,17 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.typing import DTypeLike
 
 from mpo_jax import algorithms
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.models import lora
-from mpo_jax.models.evaluation import prefix_values, routed_logprobs
-from mpo_jax.models.mesh import by_rows
-from mpo_jax.models.moe import Routing, router_terms
+from mpo_jax.models.actor_critic import Models, shared_critic_params
+from mpo_jax.models.moe import router_terms
 from mpo_jax.models.pretrained import critic_params
-from mpo_jax.models.transformer import Critic, Transformer, TransformerConfig
+from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.training import sharding
+from mpo_jax.training.microbatches import Metrics, accumulate, join_rows, split_rows
 from mpo_jax.types import Array, Evaluation, Targets, Trajectories
-
-Metrics = dict[str, Array]
 
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
@@ -53,71 +50,23 @@ class TrainState:
 
 
 @dataclasses.dataclass(frozen=True)
-class Models:
-    """The static half of policy and critic: their graphs, to be merged with parameters inside a jitted function.
-
-    Attributes:
-      policy, critic: graphs.
-      compute_dtype: that parameters are cast to before use; they, their gradients' sums and the optimiser's state keep
-        their own.
-      adapters: what parameters that stand beside a base are.
-      router_replay: an update uses the experts that the policy chose when its batch was evaluated, so that a ratio
-        compares the same experts. See *Group Sequence Policy Optimization* (arXiv:2507.18071), section 5.3.
-    """
-
-    policy: nnx.GraphDef
-    critic: nnx.GraphDef
-    compute_dtype: DTypeLike = jnp.float32
-    adapters: lora.LoraConfig | None = None
-    router_replay: bool = False
-
-    @classmethod
-    def of(cls, config: TransformerConfig) -> "Models":
-        """The graphs of a shape."""
-        policy, critic = (
-            nnx.eval_shape(lambda make=make: make(config, rngs=nnx.Rngs(0))) for make in (Transformer, Critic)
-        )
-        return cls(policy=nnx.graphdef(policy), critic=nnx.graphdef(critic))
-
-    @classmethod
-    def create(cls, config: TransformerConfig, seed: int) -> tuple["Models", nnx.State, nnx.State]:
-        """Graphs, and freshly initialised policy and critic parameters."""
-        policy, policy_params = nnx.split(Transformer(config, rngs=nnx.Rngs(seed)))
-        critic, critic_params = nnx.split(Critic(config, rngs=nnx.Rngs(seed + 1)))
-        return cls(policy=policy, critic=critic), policy_params, critic_params
-
-    def logprobs(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
-        """Log-probabilities and entropies [B,T] under policy parameters, or under adapters beside a base."""
-        return self.routed(params, batch, base)[:2]
-
-    def routed(
-        self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None, experts: Array | None = None
-    ) -> tuple[Array, Array, Routing | None]:
-        """The same and the routing, with the experts [B,T,L,k] that must be used, if any."""
-        return routed_logprobs(nnx.merge(self.policy, self._cast(self._whole(base, params))), batch, experts)
-
-    def values(self, params: nnx.State, batch: Trajectories, base: nnx.State | None = None) -> tuple[Array, Array]:
-        """Values [B,T] and final values [B,S] under critic parameters, or under adapters beside the policy's base."""
-        base = None if base is None else lora.critic_base(base)
-        return prefix_values(nnx.merge(self.critic, self._cast(self._whole(base, params))), batch)
-
-    def policy_params(self, state: TrainState) -> nnx.State:
-        """The policy's parameters as an engine takes them, adapters merged into their base."""
-        return self._whole(state.base, state.policy)
-
-    def _whole(self, base: nnx.State | None, params: nnx.State) -> nnx.State:
-        return params if base is None else lora.merge(self.adapters, base, params)
-
-    def _cast(self, params: nnx.State) -> nnx.State:
-        return jax.tree.map(lambda x: x.astype(self.compute_dtype), params)
-
-
-@dataclasses.dataclass(frozen=True)
 class Optimizers:
     """How policy and critic are updated."""
 
     policy: optax.GradientTransformation
     critic: optax.GradientTransformation
+
+    def both(self) -> optax.GradientTransformation:
+        """That of the pair (policy, critic), each by its own."""
+        each = self.policy, self.critic
+
+        def update(grads, states, params):
+            found = [o.update(*arrays) for o, *arrays in zip(each, grads, states, params, strict=True)]
+            return tuple(zip(*found, strict=True))
+
+        return optax.GradientTransformation(
+            lambda pair: tuple(o.init(x) for o, x in zip(each, pair, strict=True)), update
+        )
 
 
 def freeze(params: nnx.State, modules: frozenset[str]) -> nnx.State:
@@ -136,6 +85,7 @@ def initial_state(
     optimizers: Optimizers,
     adapters: lora.LoraConfig | None = None,
     seed: int = 0,
+    shared_trunk: bool = False,
 ) -> TrainState:
     """The state before the first step: policy and reference are the warm start, the critic's trunk too.
 
@@ -147,17 +97,20 @@ def initial_state(
       optimizers: of what is trained.
       adapters: what is trained in place of the parameters, if anything.
       seed: of the adapters.
+      shared_trunk: the critic has none of its own.
     """
 
     def copy() -> nnx.State:
         return jax.tree.map(jnp.copy, params)
 
-    critic = critic_params(config, copy()) if "critic" in algorithm.needs else None
+    critic = None
+    if "critic" in algorithm.needs:
+        critic = shared_critic_params(config) if shared_trunk else critic_params(config, copy())
     policy, base, reference = copy(), None, copy() if "reference" in algorithm.needs else None
     if adapters is not None:
         base, reference, keys = policy, None, jax.random.split(jax.random.key(seed))
         policy = lora.init(adapters, params, keys[0])
-        critic = None if critic is None else lora.init(adapters, critic, keys[1])
+        critic = critic if critic is None or shared_trunk else lora.init(adapters, critic, keys[1])
     return TrainState(
         step=jnp.int32(0),
         policy=policy,
@@ -181,29 +134,17 @@ def judge_critic(state: TrainState, explained_variance: float) -> TrainState:
     )
 
 
-def split_rows(tree, num_microbatches: int):
-    """[B, …] leaves to [M, B/M, …]; microbatch m has rows m, m+M, …, so that every device keeps its own rows."""
-    return jax.tree.map(lambda x: x.reshape(-1, num_microbatches, *x.shape[1:]).swapaxes(0, 1), tree)
-
-
-def join_rows(tree):
-    """Undoes `split_rows`."""
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
-
-
-def select_rows(tree, rows: Array):
-    """Some rows of [B, …] leaves, divided over the devices again."""
-    return jax.tree.map(lambda x: by_rows(x[rows]), tree)
-
-
 def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 1) -> Callable:
     """The function (state, batch) -> `Evaluation`, evaluated a microbatch at a time."""
 
     def evaluate_rows(state: TrainState, batch: Trajectories) -> Evaluation:
-        logprobs, entropy, routing = models.routed(state.policy, batch, state.base)
-        values, final_values = jnp.zeros_like(logprobs), jnp.zeros(batch.group_ids.shape)
-        if algorithm.value_loss is not None:
-            values, final_values = models.values(state.critic, batch, state.base)
+        experts = None if models.router_replay is None else batch.experts
+        if algorithm.value_loss is None:
+            logprobs, entropy, routing = models.routed(state.policy, batch, state.base, experts)
+            values, final_values = jnp.zeros_like(logprobs), jnp.zeros(batch.group_ids.shape)
+        else:
+            judged = models.both(state.policy, state.critic, batch, state.base, experts)
+            logprobs, entropy, routing, values, final_values = judged
         ref_logprobs = logprobs
         if "reference" in algorithm.needs:
             reference = state.reference if state.base is None else state.base
@@ -215,7 +156,7 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
             final_values=final_values,
             ref_logprobs=ref_logprobs,
             privileged_logprobs=logprobs,
-            experts=jnp.moveaxis(routing.experts, 0, 2) if models.router_replay else None,
+            experts=None if models.router_replay is None else jnp.moveaxis(routing.experts, 0, 2),
         )
 
     def evaluate(state: TrainState, batch: Trajectories) -> Evaluation:
@@ -223,30 +164,6 @@ def make_evaluate(algorithm: Algorithm, models: Models, num_microbatches: int = 
         return join_rows(parts)
 
     return jax.jit(evaluate)
-
-
-def accumulate(
-    loss: Callable, params: nnx.State, data: tuple, num_microbatches: int
-) -> tuple[Array, Metrics, nnx.State]:
-    """A loss that is a weighted sum over rows, its metrics and its gradient, summed over microbatches: exactly."""
-    value_and_grad = jax.value_and_grad(loss, has_aux=True)
-
-    def one(_, rows):
-        (value, metrics), grads = value_and_grad(params, *rows)
-        return None, (value, metrics, grads)
-
-    if num_microbatches == 1:
-        (value, metrics), grads = value_and_grad(params, *data)
-        return value, metrics, grads
-    # Summed in the carry, so that one gradient is alive at a time.
-    first = jax.eval_shape(lambda: one(None, jax.tree.map(lambda x: x[0], split_rows(data, num_microbatches)))[1])
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
-
-    def add(total, rows):
-        return jax.tree.map(jnp.add, total, one(None, rows)[1]), None
-
-    (value, metrics, grads), _ = jax.lax.scan(add, zeros, split_rows(data, num_microbatches))
-    return value, metrics, grads
 
 
 def make_train_step(
@@ -264,11 +181,15 @@ def make_train_step(
     that number, so a minibatch's gradient estimates the batch's. `update_policy` is a traced flag: value pretraining
     is the same compiled step with the policy left alone. So is the critic once its state is `critic_patience`
     measurements stale. Metrics of what is left alone are 0. `load_balancing` is the coefficient of the loss of that
-    name, for a policy with experts.
-    """
+    name, for a policy with experts. Where policy and critic share a trunk, both losses are one, and so is the step.
 
-    def policy_objective(base, num_tokens, params, batch: Trajectories, targets: Targets):
-        logprobs, _, routing = models.routed(params, batch, base, targets.experts)
+    Raises:
+      ValueError: a shared trunk for an algorithm without a critic, or whose critic is trained in a way of its own.
+    """
+    if models.shared_trunk is not None:
+        _check_shared_trunk(algorithm)
+
+    def policy_terms(logprobs, routing, num_tokens, batch: Trajectories, targets: Targets):
         loss, metrics = algorithms.policy_loss(algorithm, logprobs, batch, targets)
         loss, metrics = loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
         if routing is not None:
@@ -276,10 +197,26 @@ def make_train_step(
             loss, metrics = loss + load_balancing * found["load_balancing_loss"], metrics | found
         return loss, metrics
 
-    def value_objective(base, params, batch: Trajectories, targets: Targets):
-        values, _ = models.values(freeze(params, algorithm.critic_frozen), batch, base)
+    def value_terms(values, targets: Targets):
         loss, metrics = algorithms.value_loss(algorithm, values, targets)
         return loss * num_minibatches, jax.tree.map(lambda x: x * num_minibatches, metrics)
+
+    def policy_objective(base, num_tokens, params, batch: Trajectories, targets: Targets):
+        logprobs, _, routing = models.routed(params, batch, base, targets.experts)
+        return policy_terms(logprobs, routing, num_tokens, batch, targets)
+
+    def value_objective(base, params, batch: Trajectories, targets: Targets):
+        return value_terms(models.values(freeze(params, algorithm.critic_frozen), batch, base)[0], targets)
+
+    def shared_objective(base, num_tokens, trained, params, batch: Trajectories, targets: Targets):
+        logprobs, _, routing, values, _ = models.both(*params, batch, base, targets.experts)
+
+        def where(flag, part):
+            return jax.tree.map(lambda x: jnp.where(flag, x, 0.0), part)
+
+        loss, metrics = where(trained[0], policy_terms(logprobs, routing, num_tokens, batch, targets))
+        value_loss, value_metrics = where(trained[1], value_terms(values, targets))
+        return loss + models.shared_trunk * value_loss, metrics | value_metrics
 
     def gradient_step(objective, optimizer, params, optimizer_state, data):
         """One update of one model; none where its loss or gradient is not finite, or where there is no gradient."""
@@ -308,6 +245,25 @@ def make_train_step(
         state = state.replace(critic=params, critic_optimizer=optimizer_state, skipped=state.skipped + skipped)
         return state, metrics | {"value_grad_norm": metrics["grad_norm"]}
 
+    def step_shared(state: TrainState, base: nnx.State | None, data: tuple, update_policy: Array):
+        fresh = True if critic_patience is None else state.critic_stale < critic_patience
+        num_tokens = jnp.maximum(jnp.sum(data[0].sequence_ids >= 0), 1)
+        objective = functools.partial(shared_objective, base, num_tokens, (update_policy, fresh))
+        params, states = (state.policy, state.critic), (state.policy_optimizer, state.critic_optimizer)
+        params, states, skipped, metrics = gradient_step(objective, optimizers.both(), params, states, data)
+
+        def keep(flag, new, old):
+            return jax.tree.map(functools.partial(jnp.where, flag), new, old)
+
+        state = state.replace(
+            policy=keep(update_policy, params[0], state.policy),
+            critic=keep(fresh, params[1], state.critic),
+            policy_optimizer=keep(update_policy, states[0], state.policy_optimizer),
+            critic_optimizer=keep(fresh, states[1], state.critic_optimizer),
+            skipped=state.skipped + skipped,
+        )
+        return state, metrics
+
     def step_if(flag: Array, step: Callable, state: TrainState, base: nnx.State | None, data: tuple):
         _, shapes = jax.eval_shape(step, state, base, data)
         idle = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
@@ -316,6 +272,9 @@ def make_train_step(
     def train_step(state: TrainState, batch: Trajectories, targets: Targets, update_policy: Array):
         base, data, value_metrics = state.base, (batch, targets), {}
         state = state.replace(base=None)  # read by what follows, but carried through none of it
+        if models.shared_trunk is not None:
+            state, metrics = step_shared(state, base, data, update_policy)
+            return sharding.constrained(state.replace(base=base)), metrics
         for _ in range(algorithm.critic_updates if algorithm.value_loss is not None else 0):
             if critic_patience is None:
                 state, value_metrics = step_critic(state, base, data)
@@ -325,3 +284,13 @@ def make_train_step(
         return sharding.constrained(state.replace(base=base)), value_metrics | metrics
 
     return jax.jit(train_step, donate_argnums=0)
+
+
+def _check_shared_trunk(algorithm: Algorithm) -> None:
+    if algorithm.value_loss is None:
+        raise ValueError(f"shared_trunk: {algorithm.name} has no critic")
+    if algorithm.critic_updates > 1 or algorithm.critic_frozen:
+        raise ValueError(
+            f"shared_trunk: {algorithm.name} makes {algorithm.critic_updates} updates of its critic for one of the "
+            f"policy and leaves {sorted(algorithm.critic_frozen)} of it untrained: it needs a trunk of its own"
+        )

@@ -1,5 +1,6 @@
 """`experiments.train` with the rollout in its own process: it repeats from its seed and resumes, bit for bit."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -8,15 +9,18 @@ import sys
 
 import jax
 import numpy as np
+import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from models import tiny
 from training import runs
 
-from experiments import train
-from mpo_jax.models import lora, weights
+from experiments import parts, train
+from mpo_jax.models import lora, pretrained, weights
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.checkpoints import Checkpoints
+from mpo_jax.training.learner import Learner
 from mpo_jax.training.metrics import read_metrics
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -205,3 +209,39 @@ def test_a_run_with_adapters_resumes_and_leaves_them_beside_its_merged_weights(r
     merged = weights.flatten(lora.merge(config, model.params, found))
     for name, x in merged.items():
         np.testing.assert_allclose(published[name], x, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.slow
+def test_a_run_on_a_shared_trunk_resumes_and_its_step_is_one_made_by_hand(run, tmp_path):
+    """Two steps by two calls; the second is made once more from the first one's checkpoint."""
+    model, pair = runs.model(), tmp_path / "pair"  # which rewards every turn, as a random policy finds no answer
+    pretrained.save(pair, dataclasses.replace(model, params=tiny.stirred(model.params)))
+    changes = {"shared_trunk": 0.5, "minibatches": 1, "value_pretraining_steps": 0, "checkpoint_every": 1}
+    changes |= {"learning_rate": 1e-2, "critic_learning_rate": 0.3}
+    changes |= {"dense": {"policy": str(pair), "reference": str(runs.model_folder()), "coefficient": 1.0}}
+    config, states = runs.config(**changes), []
+    algorithm, optimizers = parts.make_algorithm(config), parts.make_optimizers(config)
+    for num_steps in (1, 2):
+        run(tmp_path / "run", num_steps=num_steps, **changes)
+        checkpoints = Checkpoints(tmp_path / "run" / "checkpoints")
+        states.append(runs.frozen(checkpoints.restore(parts.make_state(config, model, algorithm, optimizers))[1]))
+        checkpoints.close()
+    first, second = states
+    learner = Learner(
+        algorithm,
+        parts.make_models(config, model),
+        optimizers,
+        parts.make_settings(config),
+        shape=parts.make_shaping(config, model),
+    )
+    batch, _, _, targets = learner.prepare(first, episodes(tmp_path / "run")[4:8])
+    grads = runs.shared_gradient(first.policy, first.critic, batch, targets, 0.5)
+    for name, grad in zip(("policy", "critic"), grads, strict=True):
+        optimizer, before = getattr(optimizers, name), getattr(first, name)
+        updates, _ = optimizer.update(grad, getattr(first, f"{name}_optimizer"), before)
+        assert runs.furthest(optax.apply_updates(before, updates), getattr(second, name)) < 1e-5, name
+        assert runs.furthest(updates, jax.tree.map(np.zeros_like, updates)) > 1e-3
+    alone = runs.shared_gradient(first.policy, first.critic, batch, targets, 0.0)[0]
+    assert runs.furthest(alone, grads[0]) > 1e-3, "the value loss reaches the trunk"
+    published, version = PublishedWeights(tmp_path / "run" / "weights").load()
+    assert version == 2 and runs.equal(published, weights.flatten(second.policy))

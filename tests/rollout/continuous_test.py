@@ -169,11 +169,11 @@ def test_few_of_many_slots_and_a_prompt_longer_than_is_read_at_once(monkeypatch)
 
 
 def test_samplers_of_one_config_share_what_is_compiled():
-    from mpo_jax.rollout import engine as module
+    from mpo_jax.rollout import sampling
 
     one = build()
     one.generate({0: [4]}, {0: 1})
     with jax.log_compiles(False):
-        before = module._sample._cache_size()
+        before = sampling.sample._cache_size()
         build().generate({0: [4]}, {0: 1})
-    assert module._sample._cache_size() == before
+    assert sampling.sample._cache_size() == before

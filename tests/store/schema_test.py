@@ -58,7 +58,7 @@ def version(path):
 
 def test_an_older_file_is_brought_up_and_goes_on(old):
     store = EpisodeStore(old)
-    assert version(old) == schema.SCHEMA_VERSION == 3
+    assert version(old) == schema.SCHEMA_VERSION == 4
     add(store, 1)
     first, second = store.take(2, 1)
     assert (first[0].versions, first[0].tokens) == ([7], [1, 2]) and ids([second]) == [1]
@@ -100,7 +100,7 @@ def test_many_that_open_an_older_file_at_once_bring_it_up_once(old):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and version(old) == 3
+    assert not errors and version(old) == 4
 
 
 @pytest.mark.parametrize("name", ["a b.sqlite", "50%25.sqlite", "why?.sqlite", "a#b.sqlite"])

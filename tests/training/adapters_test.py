@@ -56,7 +56,7 @@ def test_the_optimizer_keeps_moments_of_the_adapters_alone():
 def test_it_evaluates_to_what_merged_parameters_do_and_the_reference_is_the_base():
     learner, _, state, batch = trained()
     judged, logprobs = learner.evaluate(state, batch), jax.jit(learner.models.logprobs)
-    merged, entropy = logprobs(learner.models.policy_params(state), batch)
+    merged, entropy = logprobs(learner.models.whole(state.policy, state.base), batch)
     np.testing.assert_allclose(judged.logprobs, merged, atol=1e-6)
     np.testing.assert_allclose(judged.entropy, entropy, atol=1e-5)
     base = logprobs(runs.model().params, batch)[0]
@@ -80,7 +80,7 @@ def test_saved_adapters_load_onto_the_base_and_merge_to_the_policy(tmp_path):
     model = runs.model()
     adapters.save(tmp_path, config_of(), model, state)
     config, found = lora.load(tmp_path / "adapter", model.config, model.params)
-    merged = weights.flatten(learner.models.policy_params(state))
+    merged = weights.flatten(learner.models.whole(state.policy, state.base))
     for name, x in weights.flatten(lora.merge(config, model.params, found)).items():
         np.testing.assert_allclose(x, merged[name], atol=1e-6, err_msg=name)
     assert (tmp_path / "critic_adapter" / "adapter_config.json").exists()

@@ -16,9 +16,11 @@ from models import tiny
 
 from mpo_jax import algorithms, kernels
 from mpo_jax.models import weights
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.store.episode import Episode, validate
 from mpo_jax.training.batching import fill, first_fit_decreasing, pack, row_order
-from mpo_jax.training.step import Models, TrainState, accumulate, make_evaluate
+from mpo_jax.training.microbatches import accumulate
+from mpo_jax.training.step import TrainState, make_evaluate
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 ENDS = ("terminated", "truncated", "turn_limit", "token_limit")
@@ -143,7 +145,7 @@ def test_bug_004_006_every_field_is_what_the_episodes_say(found, sequences, mult
 
 def test_types_are_those_of_trajectories():
     batch, _ = pack([make_episode([(2, 2)])], row_tokens=8, row_sequences=2)
-    kinds = {name: str(x.dtype) for name, x in vars(batch).items()}
+    kinds = {name: str(x.dtype) for name, x in vars(batch).items() if x is not None}
     floats, flags = {"rewards", "behavior_logprobs"}, {"action_mask", "executable_mask", "truncated"}
     assert kinds == {n: "float32" if n in floats else "bool" if n in flags else "int32" for n in kinds}
 

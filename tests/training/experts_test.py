@@ -5,20 +5,26 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 import optax
 import pytest
 from models import tiny
 
-from experiments import parts
+from experiments import environments, parts
 from mpo_jax import algorithms
-from mpo_jax.models import layout
-from mpo_jax.training.step import Models, Optimizers, initial_state, make_evaluate, make_train_step
+from mpo_jax.models import layout, weights
+from mpo_jax.models.actor_critic import Models
+from mpo_jax.models.pretrained import Pretrained
+from mpo_jax.store.episode import InvalidEpisode, decode, encode
+from mpo_jax.training.batching import pack
+from mpo_jax.training.learner import Learner
+from mpo_jax.training.step import Optimizers, initial_state, make_evaluate, make_train_step
 from training import runs
 
 CONFIG = tiny.config(vocab_size=400, num_layers=1, num_experts=4, experts_per_token=2, expert_width=8)
 ALGORITHM = algorithms.from_config("dr_grpo")
-MODELS = dataclasses.replace(Models.of(CONFIG), router_replay=True)
+MODELS = dataclasses.replace(Models.of(CONFIG), router_replay=CONFIG)
 SGD = Optimizers(policy=optax.sgd(0.1), critic=optax.sgd(0.1))
 evaluate = make_evaluate(ALGORITHM, MODELS)
 
@@ -66,3 +72,58 @@ def test_an_update_uses_the_experts_of_the_evaluation():
 def test_replay_of_a_model_without_experts_is_refused():
     with pytest.raises(ValueError, match=r"router_replay: model=.* has no experts"):
         parts.make_models(runs.config(router_replay=True), runs.model())
+
+
+@functools.cache
+def played():
+    """A learner that replays, its first state, and episodes of the search environment that came through a store."""
+    shape = {"num_layers": 2, "num_experts": 4, "experts_per_token": 2, "expert_width": 8}
+    config = dataclasses.replace(runs.model().config, **shape)
+    arrays = {name: np.array(x) for name, x in weights.flatten(tiny.params(config)).items()}
+    arrays["embedding.embedding"][:, 0], arrays["output.kernel"][0, runs.END] = 1.0, 3.0  # so that turns end
+    params = weights.unflatten(weights.shapes(config), arrays)
+    model = Pretrained(config, params, runs.model().tokenizer)
+    c = runs.config(algorithm="dr_grpo", router_replay=True, minibatches=1)
+    algorithm, optimizers = parts.make_algorithm(c), parts.make_optimizers(c)
+    learner = Learner(algorithm, parts.make_models(c, model), optimizers, parts.make_settings(c))
+    state = parts.make_state(c, model, algorithm, optimizers)
+    rollout = parts.make_rollout(c, model, environments.build(c, model.tokenizer), group_size=2, seed=0)
+    rollout.engine.load(state.policy, 0)
+    return learner, state, [decode(encode(episode)) for episode in parts.play(rollout, 2)]
+
+
+def test_bug_135_the_experts_of_the_rollout_are_those_of_the_update():
+    learner, state, episodes = played()
+    assert max(len(e.rewards) for e in episodes) > 1
+    assert all(len(e.experts) == 4 * (len(e.tokens) - 1) for e in episodes)  # 2 layers, 2 experts, a byte each
+    batch, slots, judged, targets = learner.prepare(state, episodes)
+    mask = batch.action_mask
+    np.testing.assert_allclose(np.asarray(judged.logprobs)[mask], batch.behavior_logprobs[mask], atol=1e-4)
+    # Other routers choose others; what the episodes say is used all the same, and their last tokens are left to them.
+    turned = jax.tree_util.tree_map_with_path(lambda path, x: -x if "router" in str(path) else x, state.policy)
+    _, _, _, forced = learner.prepare(state.replace(policy=turned), episodes)
+    for index, episode in enumerate(episodes):
+        (row,), (slot,) = np.nonzero(slots == index)
+        own = batch.sequence_ids[row] == slot
+        told = np.frombuffer(episode.experts, np.uint8).reshape(-1, 2, 2)
+        np.testing.assert_array_equal(np.asarray(forced.experts)[row, own][:-1], told)
+        assert np.any(np.asarray(forced.experts)[row, own][-1] != np.asarray(targets.experts)[row, own][-1])
+    silent = [msgspec.structs.replace(episode, experts=b"") for episode in episodes]
+    _, _, _, free = learner.prepare(state.replace(policy=turned), silent)
+    assert np.mean(np.asarray(free.experts)[mask] != np.asarray(forced.experts)[mask]) > 0.5
+
+
+@pytest.mark.parametrize(
+    ("experts", "message"),
+    [
+        (lambda e: e.experts[:-4], r"experts has \d+ bytes, expected \d+: 2 experts of each of 2 layers for each of"),
+        (lambda e: e.experts[:-1] + b"\x04", r"experts has 4, expected 0\.\.3"),
+    ],
+    ids=["a_token_short", "a_fifth"],
+)
+def test_bug_135_experts_that_do_not_fit_are_refused(experts, message):
+    learner, _, (episode, *_) = played()
+    spoilt = msgspec.structs.replace(episode, experts=experts(episode))
+    with pytest.raises(InvalidEpisode, match=message):
+        pack([spoilt], row_tokens=384, row_sequences=1, routed=learner.models.router_replay)
+    assert pack([spoilt], row_tokens=384, row_sequences=1)[0].experts is None

@@ -15,7 +15,9 @@ import numpy as np
 
 from experiments import parts
 from experiments.configs import search
+from mpo_jax import algorithms
 from mpo_jax.models import pretrained, weights
+from mpo_jax.models.actor_critic import Models, whole_critic
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.store.episode import Episode, validate
@@ -196,6 +198,19 @@ def prepare(learner, state, episodes):
     if "privileged" in learner.algorithm.needs:
         judged = judged.replace(privileged_logprobs=learner._privileged(state, episodes, batch, slots, judged))
     return batch, learner.targets(batch, judged)
+
+
+def shared_gradient(policy, critic, batch, targets, coefficient, algorithm="mpo"):
+    """By hand: of policy loss and value loss together, each of a model with a trunk of its own, which is the same."""
+    algorithm, models = algorithms.from_config(algorithm), Models.of(model().config)
+
+    def loss(policy, critic):
+        logprobs, _ = models.logprobs(policy, batch)
+        values, _ = models.values(whole_critic(policy, critic), batch)
+        value = algorithms.value_loss(algorithm, values, targets)[0]
+        return algorithms.policy_loss(algorithm, logprobs, batch, targets)[0] + coefficient * value
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1)))(policy, critic)
 
 
 def rows_of(tree, rows):
