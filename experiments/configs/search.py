@@ -34,9 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.microbatches = 1
     config.load_balancing = 0.0  # coefficient of the loss that spreads tokens over experts, where a model has some
     config.router_replay = False  # the rollout keeps the experts of every token, and an update uses them
-    config.shared_trunk = config_dict.placeholder(
-        float
-    )  # coefficient of the value loss on one trunk for both; None: two
+    config.shared_trunk = config_dict.placeholder(float)  # coefficient of the value loss on one trunk; None: two trunks
     config.row_tokens = 384
     config.row_sequences = 8
     config.row_multiple = 16
