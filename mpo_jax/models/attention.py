@@ -1,6 +1,6 @@
-"""Softmax attention of packed rows: over whole rows of scores, or by blocks where the device has a kernel for it."""
+"""Softmax attention of packed rows: over whole rows of scores, or fused where the device has a kernel for it."""
 
-import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,9 @@ def attend(
     """Σ_s softmax_s(scale q_t · k_s) v_s over the keys that a token may see.
 
     On a TPU whole rows are attended to by blocks, and no [T,T] scores are held. See *FlashAttention-2*
-    (arXiv:2307.08691) and jax's splash attention.
+    (arXiv:2307.08691) and jax's splash attention. On a GPU of NVIDIA cuDNN attends to rows in half precision and holds
+    no scores, but reads the mask as numbers [B,1,T,T], which are what keeps packed segments apart there. That has been
+    compiled to cuDNN's call only, not run.
 
     Args:
       q: [B,T,N,H].
@@ -36,23 +38,58 @@ def attend(
     def whole(q, k, v, mask, segment_ids):
         return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None], scale=scale)
 
-    if segment_ids is None or not _fits(q, k):
-        return whole(q, k, v, mask, segment_ids)
-
     def by_blocks(q, k, v, mask, segment_ids):
         return _by_blocks(q * jnp.asarray(scale, q.dtype), k, v, segment_ids, window)
 
-    return jax.lax.platform_dependent(q, k, v, mask, segment_ids, tpu=by_blocks, default=whole)
+    def by_cudnn(q, k, v, mask, segment_ids):
+        return _by_cudnn(q, k, v, mask, scale)
+
+    kernels = {}
+    if segment_ids is not None and k.shape[2] % _tensor() == 0:
+        kernels |= {"tpu": by_blocks} if fits(q.shape[1], q.shape[-1]) else {}
+        kernels |= {"cuda": by_cudnn} if _has_cuda() and fits_cudnn(q.shape[1], q.shape[-1], q.dtype) else {}
+    if not kernels:
+        return whole(q, k, v, mask, segment_ids)
+    return jax.lax.platform_dependent(q, k, v, mask, segment_ids, default=whole, **kernels)
 
 
-def _fits(q: Array, k: Array) -> bool:
-    tensor = dict(jax.sharding.get_abstract_mesh().shape).get("tensor", 1)
-    return fits(q.shape[1], q.shape[-1]) and k.shape[2] % tensor == 0
+def _tensor() -> int:
+    return dict(jax.sharding.get_abstract_mesh().shape).get("tensor", 1)
+
+
+def _has_cuda() -> bool:
+    """Whether there is a GPU of NVIDIA here: without one jax does not even trace cuDNN's attention."""
+    return jax.default_backend() == "gpu" and "cuda" in jax.devices()[0].client.platform_version
 
 
 def fits(length: int, head_dim: int) -> bool:
     """Whether the kernel of TPUs takes rows and heads of these sizes."""
     return length % BLOCKS[-1] == 0 and head_dim % 128 == 0
+
+
+def fits_cudnn(length: int, head_dim: int, dtype: jnp.dtype) -> bool:
+    """Whether cuDNN takes rows and heads of these sizes, forward and backward and with a mask, on every GPU."""
+    return length % 2 == 0 and head_dim % 8 == 0 and head_dim <= 128 and dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _by_cudnn(q: Array, k: Array, v: Array, mask: Array, scale: float) -> Array:
+    """The same by cuDNN: each device has its own rows and heads; what lies in the future is not computed."""
+
+    def on_device(q, k, v, mask):
+        return jax.nn.dot_product_attention(
+            q, k, v, mask=mask[:, None], scale=scale, is_causal=True, implementation="cudnn"
+        )
+
+    return _placed(on_device)(q, k, v, mask)
+
+
+def _placed(on_device: Callable) -> Callable:
+    """The function of q, k, v and one more array of rows, on the mesh in use: rows and heads are divided."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return on_device
+    heads = P(ROWS, None, "tensor", None)
+    specs = (heads, heads, heads, P(ROWS))
+    return jax.shard_map(on_device, in_specs=specs, out_specs=heads, check_vma=False)
 
 
 def _by_blocks(q: Array, k: Array, v: Array, segment_ids: Array, window: int | None, interpret: bool = False) -> Array:
@@ -63,11 +100,7 @@ def _by_blocks(q: Array, k: Array, v: Array, segment_ids: Array, window: int | N
         q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
         return jax.vmap(kernel)(q, k, v, ids(q=segment_ids, kv=segment_ids)).swapaxes(1, 2)
 
-    if jax.sharding.get_abstract_mesh().empty:
-        return on_device(q, k, v, segment_ids)
-    heads = P(ROWS, None, "tensor", None)
-    place = functools.partial(jax.shard_map, out_specs=heads, check_vma=False)
-    return place(on_device, in_specs=(heads, heads, heads, P(ROWS)))(q, k, v, segment_ids)
+    return _placed(on_device)(q, k, v, segment_ids)
 
 
 def _kernel(length: int, heads: int, window: int | None, interpret: bool) -> tuple:

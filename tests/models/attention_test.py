@@ -1,4 +1,4 @@
-"""The kernel that a TPU gets, interpreted, beside attention over whole rows."""
+"""The kernel that a TPU gets, interpreted, beside attention over whole rows; the call that a GPU gets, lowered only."""
 
 import jax
 import jax.numpy as jnp
@@ -27,3 +27,26 @@ def test_by_blocks_as_over_whole_rows(window):
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-4)
     for a, b in zip(found[1], expected[1], strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(jnp.bfloat16, 64), (jnp.float32, 64), (jnp.bfloat16, 63)])
+def test_cudnn_gets_the_mask_of_what_it_takes(dtype, length, monkeypatch):
+    """As if there were a GPU here: nothing is run, so that this says which call is made, not what it gives."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(attention, "_has_cuda", lambda: True)
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+    q, k = (jax.ShapeDtypeStruct((2, length, heads, 64), dtype) for heads in (4, 2))
+    ids = np.zeros((2, length), np.int32)
+    mask = jax.ShapeDtypeStruct((2, length, length), bool)
+
+    def total(q, k, v, mask):
+        return jnp.sum(attention.attend(q, k, v, mask, segment_ids=ids, window=None, scale=None).astype(jnp.float32))
+
+    traced = jax.jit(jax.grad(total, argnums=(0, 1, 2))).trace(q, k, k, mask)
+    on_gpu, on_cpu = (traced.lower(lowering_platforms=(platform,)).as_text() for platform in ("cuda", "cpu"))
+    taken = (dtype, length) == (jnp.bfloat16, 64)
+    # The calls with a bias: without one, "fmhaSoftmax", nothing would keep packed sequences apart.
+    assert ("__cudnn$fmhaScaleBiasSoftmax(" in on_gpu) == ("__cudnn$fmhaScaleBiasSoftmaxBackward(" in on_gpu) == taken
+    assert f"tensor<2x1x{length}x{length}xbf16>" in on_gpu or not taken
+    assert "__cudnn$" not in on_cpu
