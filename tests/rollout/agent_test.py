@@ -7,6 +7,7 @@ import types
 
 import pytest
 from fakes import END, Counting, Letters, ScriptedEngine, say
+from models import chats
 
 from mpo_jax.rollout import conversation
 from mpo_jax.rollout.agent import run_episodes
@@ -70,6 +71,19 @@ def test_BUG_105_BUG_114_stored_ids_are_the_context_of_the_engine():
     assert sum(episode.action_mask) == 9
     ends = [len(context) for context in contexts]
     assert all(contexts[2][:end] == context for end, context in zip(ends, contexts, strict=True))
+
+
+def test_BUG_017_a_reply_that_begins_with_a_newline_keeps_its_ids_and_its_mask():
+    chat, library = chats.chat(), chats.tokenizer()
+    end = library.token_to_id("<|im_end|>")
+    sampled = [*library.encode("\n").ids, *library.encode("Paris").ids, end]
+    (episode,) = run_episodes(ScriptedEngine(lambda *_: list(sampled)), chat, Counting, [job(turns=1)])
+    header = chat.render_prompt("hi")
+    assert episode.tokens == header + sampled
+    assert episode.action_mask == [False] * len(header) + [True] * len(sampled)
+    # Tokenised anew, the header's newline and the reply's are one token: no mask over those ids could tell them apart.
+    again = library.encode(library.decode(episode.tokens, skip_special_tokens=False), add_special_tokens=False).ids
+    assert len(again) == len(episode.tokens) - 1
 
 
 def test_BUG_010_BUG_031_BUG_034_a_turn_cut_by_the_engine_gets_no_end_and_ends_the_episode_as_cut():

@@ -85,7 +85,7 @@ def test_values_that_break_a_rule_are_refused(field, index, value, message):
             validate(episode)
 
 
-def test_a_turn_without_a_sampled_token_is_refused():
+def test_bug_013_a_turn_without_a_sampled_token_is_refused():
     mask = [False, False, True, True, False, False, False]
     logprobs = [0.0, 0.0, -0.5, -1.5, 0.0, 0.0, 0.0]
     with pytest.raises(InvalidEpisode, match=r"rewards of length 2 .*index 1.*sampled token"):
