@@ -67,6 +67,8 @@ def pack_rows(lengths: Sequence[int], largest: int) -> list[Row]:
 class Evaluator:
     """Evaluates actions under one model.
 
+    A tied model takes memory for its head once more.
+
     Args:
       config: the model's shape.
       params: its parameters.
@@ -92,8 +94,8 @@ class Evaluator:
             hidden, _ = nnx.merge(graph, params)(tokens, positions, sequence_ids)
             return hidden
 
-        def judge(params, hidden, places, targets):
-            hidden, head = hidden.reshape(-1, hidden.shape[-1])[places], nnx.merge(graph, params).head()
+        def judge(head, hidden, places, targets):
+            hidden = hidden.reshape(-1, hidden.shape[-1])[places]
             logprobs, entropy = kernels.linear_logprobs(hidden, head, targets)
             unknown = jnp.full(len(targets), jnp.nan)
             top, certainty = kernels.linear_confidence(hidden, head, k=k) if k else (unknown, unknown)
@@ -101,6 +103,8 @@ class Evaluator:
 
         # Compiled apart: the layers once for each shape of rows, whatever the number of actions in them.
         self._read, self._judge = jax.jit(read), jax.jit(judge)
+        # A tied head is the embedding table transposed: once here, and not in every call.
+        self._head = jax.jit(lambda params: nnx.merge(graph, params).head())(params)
 
     def __call__(self, episodes: Sequence[Tokens]) -> list[Likelihoods]:
         """Likelihoods of each episode's action tokens.
@@ -143,7 +147,7 @@ class Evaluator:
         padding = -count % step if count else step
         places, targets = (np.pad(np.concatenate(x).astype(np.int32), (0, padding)) for x in (places, targets))
         hidden = self._read(self._params, tokens, positions, sequence_ids)
-        values = np.asarray(self._judge(self._params, hidden, places, targets))
+        values = np.asarray(self._judge(self._head, hidden, places, targets))
         ends = np.cumsum([size for _, size in owners])
         for (index, size), end in zip(owners, ends, strict=True):
             found[index] = Likelihoods(*values[:, end - size : end])

@@ -63,8 +63,8 @@ class Job:
 def score(job: Job, load: Callable[[str], Source], tokenizer: Callable[[], Tokenizer] | None) -> dict:
     """Scores a file of episodes.
 
-    Memory does not grow with the number of episodes where the format is read line by line. Both models are loaded, one
-    after the other, and each is let go before the next.
+    Where the format is read line by line, memory grows with the number of episodes by their ids only. Both models are
+    loaded, one after the other, and each is let go before the next.
 
     Args:
       job: what and how.
@@ -113,7 +113,9 @@ def _claim(work: Path, job: Job) -> None:
             )
         return
     work.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(mine, indent=1))
+    beside = path.with_suffix(".unfinished")
+    beside.write_text(json.dumps(mine, indent=1))
+    beside.replace(path)
 
 
 def _episodes(job: Job, tokenizer: Tokenizer | None, errors: list[str]) -> Iterator[Prepared]:

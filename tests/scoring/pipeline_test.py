@@ -1,5 +1,7 @@
 """A file to a table: the numbers against a plain forward pass, interruptions, and what is cut or missing."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from models import tiny
@@ -153,6 +155,25 @@ def test_recorded_log_probs_need_no_model(tmp_path):
     rows = list(tables.read_table(job.output))
     # Steps: (-1.5) - (-3.5) = 2 and -1 - (-0.5) = -0.5; their mean is .75.
     assert [row["score"] for row in rows] == [2.0, -0.5, 0.75]
+
+
+def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "CHUNK", 8)
+    messages = files.chat("a", "b c d")
+    for index in (2, 4):
+        messages[index] |= {"logprobs": [-1.0] * 50, "ref_logprobs": [-2.0] * 50}
+
+    def peak(number):
+        path = files.write_lines(tmp_path / "x.jsonl", [{"messages": messages, "reward": 1}] * number)
+        tracemalloc.start()
+        pipeline.score(Job(str(path), "messages", str(tmp_path / "out.csv"), None, None), unasked, None)
+        _, found = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        return found
+
+    peak(2)  # compiles
+    few, many = peak(16), peak(96)
+    assert many < few + 80 * 1000  # ids are kept, to tell them apart; an episode is 10 kB
 
 
 def test_what_is_cut_off_scores_0_and_counts(tmp_path, model):
