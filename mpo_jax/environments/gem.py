@@ -5,6 +5,7 @@ from typing import Any
 
 import gymnasium
 
+from mpo_jax.environments.absent import stand_in
 from mpo_jax.environments.text import AnyText
 
 
@@ -28,6 +29,7 @@ class Gem(gymnasium.Env):
         """
         if importlib.util.find_spec("gem") is None:
             raise ImportError("this environment needs the package gem-llm (see requirements-envs.txt)")
+        stand_in("pycosat")  # a solver, to be compiled from source; one puzzle of reasoning-gym needs it, no game
         import gem
         import gem.envs  # fills the registry
         from gem.utils.constants import LanguageGameReward
