@@ -1,6 +1,7 @@
 """Log-prob and entropy from hidden states, value and gradient, beside TRL's chunked kernel and whole logits."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +11,19 @@ import torch
 from benchmarks import measure, peers
 from mpo_jax import kernels
 
+TILES = (1024, 192)  # the default, and the widest whose temporaries are below 1 % at D = 1,024
+
 
 def objective(logprobs_and_entropy, hidden: jax.Array, head: jax.Array, targets: jax.Array) -> jax.Array:
     """A scalar whose gradient goes through log-probs and entropy alike."""
     logprobs, entropy = logprobs_and_entropy(hidden, head, targets)
     return jnp.sum(logprobs) + 0.01 * jnp.sum(entropy)
+
+
+def by_tiles(tile: int) -> Callable[..., tuple[jax.Array, jax.Array]]:
+    """The gradient of `objective` as a program."""
+    kernel = functools.partial(kernels.linear_logprobs, tile=tile)
+    return jax.jit(jax.grad(functools.partial(objective, kernel), (0, 1)))
 
 
 def whole(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -24,11 +33,9 @@ def whole(hidden: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.A
 
 def trl(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """TRL's kernel as its GRPO trainer calls it, and its gradients."""
-    hidden.grad = head.grad = None
     outputs = ("log_probs", "entropy")
     found = peers.trl().chunked_logprobs(hidden, head, None, targets, 1.0, peers.TRL_CHUNK, None, 1.0, outputs)
-    (found[0].sum() + 0.01 * found[1].sum()).backward()
-    return hidden.grad, head.grad
+    return torch.autograd.grad(found[0].sum() + 0.01 * found[1].sum(), (hidden, head))
 
 
 def case(num_tokens: int, width: int, vocabulary: int, dtype: str, repeats: int) -> measure.Case:
@@ -37,12 +44,12 @@ def case(num_tokens: int, width: int, vocabulary: int, dtype: str, repeats: int)
     head = rng.normal(size=(width, vocabulary)).astype(np.float32) / width**0.5
     targets = rng.integers(0, vocabulary, num_tokens)
     data = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets, jnp.int32)
-    ours = jax.jit(jax.grad(functools.partial(objective, kernels.linear_logprobs), (0, 1)))
+    ours = {f"mpo_jax, tiles of {tile:,}": functools.partial(by_tiles(tile), *data) for tile in TILES}
     tensors = [torch.tensor(x).to(getattr(torch, dtype)).requires_grad_() for x in (hidden, head.T.copy())]
     labels = torch.tensor(targets)
     return measure.Case(
         f"linear log-probs N={num_tokens} D={width} V={vocabulary:,} {dtype}",
-        {"mpo_jax, tiles": lambda: ours(*data), "TRL, chunks": lambda: trl(*tensors, labels)},
+        ours | {"TRL, chunks": lambda: trl(*tensors, labels)},
         repeats,
         result_bytes=sum(x.nbytes for x in data[:2]),
     )
@@ -53,6 +60,8 @@ def temporaries(head: tuple[int, int, int, str]) -> str:
     num_tokens, width, vocabulary, dtype = head
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((num_tokens, width), (width, vocabulary))]
     shapes.append(jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
-    programs = (jax.jit(jax.grad(functools.partial(objective, f), (0, 1))) for f in (kernels.linear_logprobs, whole))
-    tiles, logits = (f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes / 1e6 for f in programs)
-    return f"Temporaries as compiled, (N, D, V, dtype) = {head}: {tiles:,.1f} MB by tiles, {logits:,.1f} MB without."
+    programs = {f"by tiles of {tile:,}": by_tiles(tile) for tile in TILES}
+    programs["without"] = jax.jit(jax.grad(functools.partial(objective, whole), (0, 1)))
+    sizes = {name: f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes for name, f in programs.items()}
+    said = ", ".join(f"{size / 1e6:,.1f} MB {name}" for name, size in sizes.items())
+    return f"Temporaries as compiled, (N, D, V, dtype) = {head}: {said}."

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Float
 
 from mpo_jax.kernels import checks
+from mpo_jax.kernels.logprobs import head_tile
 from mpo_jax.types import Array
 
 _LOWEST = -1e30  # finite, as in `logprobs`
@@ -48,8 +49,7 @@ def linear_confidence(
     def step(carry: tuple, index: Array) -> tuple:
         top, total, linear, best = carry  # max z, Σ e^{z−top}, mean z, the k highest z
         start = jnp.minimum(index * tile, vocabulary - tile)  # the last tile is moved back
-        weights = jax.lax.dynamic_slice_in_dim(head, start, tile, axis=1)
-        z = jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
+        z = jnp.matmul(hidden, head_tile(head, start, tile), preferred_element_type=jnp.float32)
         z = z if softcap is None else softcap * jnp.tanh(z / softcap)
         fresh = (start + jnp.arange(tile) >= index * tile)[None, :]
         shown = jnp.where(fresh, z, _LOWEST)

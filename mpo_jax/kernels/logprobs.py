@@ -107,7 +107,8 @@ def _forward(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple
     def step(carry: tuple, index: Array) -> tuple:
         top, total, moment, chosen = carry  # max z, Σ e^{z−top}, Σ e^{z−top}(z−top), z of the target
         columns, fresh, start = _columns(index, tile, head.shape[1])
-        z = _cap(_tile_logits(hidden, head, start, tile), softcap) / temperature
+        z = jnp.matmul(hidden, head_tile(head, start, tile), preferred_element_type=jnp.float32)
+        z = _cap(z, softcap) / temperature
         hit = (columns == targets[:, None]) & fresh
         chosen = chosen + jnp.sum(jnp.where(hit, z, 0.0), axis=1)
         new_top = jnp.maximum(top, jnp.max(jnp.where(fresh, z, _LOWEST), axis=1))
@@ -134,23 +135,22 @@ def _backward(static: tuple, residuals: tuple, cotangents: tuple[Array, Array]) 
     def step(carry: tuple, index: Array) -> tuple:
         d_hidden, d_head = carry
         columns, fresh, start = _columns(index, tile, head.shape[1])
-        raw = _tile_logits(hidden, head, start, tile)
-        capped = _cap(raw, softcap)
+        weights = head_tile(head, start, tile)
+        capped = _cap(jnp.matmul(hidden, weights, preferred_element_type=jnp.float32), softcap)
         log_p = capped / temperature - top[:, None] - log_total[:, None]
         d_z = g_logprob * (columns == targets[:, None]) - jnp.exp(log_p) * (
             g_logprob + g_entropy * (log_p + entropy[:, None])
         )
         slope = 1.0 if softcap is None else 1.0 - (capped / softcap) ** 2
         d_z = jnp.where(fresh, d_z * slope / temperature, 0.0).astype(hidden.dtype)
-        weights = jax.lax.dynamic_slice_in_dim(head, start, tile, axis=1)
         d_hidden = d_hidden + jnp.matmul(d_z, weights.T, preferred_element_type=jnp.float32)
         d_tile = jnp.matmul(hidden.T, d_z, preferred_element_type=jnp.float32).astype(head.dtype)
-        d_tile = d_tile + jax.lax.dynamic_slice_in_dim(d_head, start, tile, axis=1)
-        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, d_tile, start, axis=1)), None
+        d_tile = d_tile + _slice(d_head, start, tile, head.dtype)
+        return (d_hidden, jax.lax.dynamic_update_slice_in_dim(d_head, _bits(d_tile), start, axis=1)), None
 
-    carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(head)
+    carry = jnp.zeros(hidden.shape, jnp.float32), jnp.zeros_like(_bits(head))
     (d_hidden, d_head), _ = jax.lax.scan(step, carry, jnp.arange(-(-head.shape[1] // tile)))
-    return d_hidden.astype(hidden.dtype), d_head, None
+    return d_hidden.astype(hidden.dtype), jax.lax.bitcast_convert_type(d_head, head.dtype), None
 
 
 def _columns(index: Array, tile: int, vocabulary: int) -> tuple[Array, Array, Array]:
@@ -160,9 +160,20 @@ def _columns(index: Array, tile: int, vocabulary: int) -> tuple[Array, Array, Ar
     return columns, columns >= index * tile, start
 
 
-def _tile_logits(hidden: Array, head: Array, start: Array, tile: int) -> Array:
-    weights = jax.lax.dynamic_slice_in_dim(head, start, tile, axis=1)
-    return jnp.matmul(hidden, weights, preferred_element_type=jnp.float32)
+def head_tile(head: Array, start: Array, tile: int) -> Array:
+    """Columns start..start+tile-1; the barrier keeps XLA from copying the whole head before the loop."""
+    head, start = jax.lax.optimization_barrier((head, start))
+    return _slice(_bits(head), start, tile, head.dtype)
+
+
+def _bits(x: Array) -> Array:
+    """bfloat16 as uint16: XLA for CPUs would widen the whole array to float32 before it slices or updates a part."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype == jnp.bfloat16 else x
+
+
+def _slice(bits: Array, start: Array, tile: int, dtype: jnp.dtype) -> Array:
+    """Columns start..start+tile-1 of an array given as `_bits`."""
+    return jax.lax.bitcast_convert_type(jax.lax.dynamic_slice_in_dim(bits, start, tile, axis=1), dtype)
 
 
 def _cap(logits: Array, softcap: float | None) -> Array:
