@@ -21,13 +21,17 @@ test test-fast: export MALLOC_TRIM_THRESHOLD_ = 100000000000
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target .venv-peers -r $<
 	touch $@
 
+.venv-verifiers/.installed: requirements-verifiers.txt | .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --upgrade --target .venv-verifiers -r $<
+	touch $@
+
 train: .venv/.installed  ## trains the quick-start agent; writes to runs/quickstart
 	$(BIN)/python -m experiments.train $(TRAIN_FLAGS)
 
-test: .venv/.installed .venv-peers/.installed  ## the whole suite
+test: .venv/.installed .venv-peers/.installed .venv-verifiers/.installed  ## the whole suite
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-fast: .venv/.installed .venv-peers/.installed  ## without the tests marked slow
+test-fast: .venv/.installed .venv-peers/.installed .venv-verifiers/.installed  ## without the tests marked slow
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 lint: .venv/.installed
@@ -40,4 +44,4 @@ bench-async: .venv/.installed  ## asynchronous training beside the alternating l
 	$(BIN)/python -m benchmarks.asynchrony $(BENCH_FLAGS)
 
 clean:
-	rm -rf .venv .venv-peers runs
+	rm -rf .venv .venv-peers .venv-verifiers runs

@@ -69,7 +69,7 @@ class ChatHarness(gymnasium.Env):
         threading.Thread(target=self._play, args=arguments, daemon=True).start()
         event = self._next()
         if not isinstance(event, dict):
-            raise HarnessFailed("the harness ended before it asked for anything")
+            raise HarnessFailed(f"the harness ended before it asked for anything: {event[0]}")
         tools = [tool["function"] for tool in event.get("tools") or [] if "function" in tool]
         told = f"{describe_tools(tools)}\n\n" if tools else ""
         return cut(told + _texts(event["messages"])), self._info({})

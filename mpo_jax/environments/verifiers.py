@@ -38,6 +38,7 @@ class Verifiers(ChatHarness):
 
         Raises:
           ImportError: the package is not installed.
+          ValueError: a taskset without an end.
         """
         if importlib.util.find_spec("verifiers") is None:
             raise ImportError("this environment needs the package verifiers, in a virtual environment of its own")
@@ -79,14 +80,19 @@ def _modern(name: str, arguments: dict[str, Any]):
 
     config = {"taskset": {"id": name}, "agent": {"runtime": {"type": "subprocess"}}} | arguments
     environment = vf.load_environment(vf.resolve_env_config(config))
-    tasks = list(environment.taskset.load())
+    if not environment.taskset.bounded:
+        raise ValueError(f"{name}: its tasks never end; bound them first")
+    tasks = list(environment.taskset)
 
     async def play(url: str, task: int) -> tuple[float, dict[str, Any]]:
-        client = vf.resolve_client(vf.EvalClientConfig(base_url=url, api_key_var=_NO_KEY))
+        client = vf.EvalClientConfig(base_url=url, api_key_var=_NO_KEY)
         async with environment.serving():
             episode = await environment.run_episode(tasks[task], vf.ModelContext(model=MODEL, client=client))
-        if episode.errors or not episode.traces:
-            raise RuntimeError("; ".join(str(error) for error in episode.errors) or "no trace")
-        return float(episode.traces[0].reward), {}
+        errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+        if errors or not episode.traces:
+            raise RuntimeError("; ".join(f"{error.type}: {error.message}" for error in errors) or "no trace")
+        (trace, *_) = episode.traces
+        metrics = {f"metric_{key}": float(value) for key, value in trace.metrics.items() if value is not None}
+        return float(trace.reward), metrics
 
     return play
