@@ -76,9 +76,10 @@ class Attack:
         return seen
 
     def await_groups(self, number: int, deadline: float) -> None:
-        """Waits until so many more groups are stored, or for some seconds."""
+        """Waits until so many more groups are stored, or for some seconds; whoever has gone is started anew."""
         first, patience = self.look()[0], min(time.monotonic() + 20, deadline)
         while self.look()[0] < first + number and time.monotonic() < patience:
+            self.revive()
             time.sleep(0.1)
 
     def strike(self, spare_learner: bool) -> None:
@@ -125,8 +126,7 @@ def run(folder: Path, minutes: float) -> tuple[dict[str, float], list[tuple[floa
             _, steps = attack.look()  # a learner is killed only if it has trained since the last time
             attack.strike(spare_learner=now > (begun + deadline) / 2 or steps <= trained_until)
             trained_until = max(trained_until, steps) if not attack.learner.is_alive() else trained_until
-            time.sleep(0.1)
-            attack.revive()
+            time.sleep(0.1)  # until it is gone
     finally:
         attack.close()
     return dict(attack.happened) | {"seconds without any progress, at most": attack.longest_wait}, sizes
@@ -165,7 +165,11 @@ def count(folder: Path) -> dict[str, int]:
 
 def table(happened: dict[str, float], sizes: list[tuple[float, ...]]) -> str:
     """What happened, and memory at five moments, in Markdown."""
-    lines = ["| what | number |", "|---|---|", *(f"| {name} | {value:,.4g} |" for name, value in happened.items())]
+    lines = [
+        "| what | number |",
+        "|---|---|",
+        *(f"| {name} | {round(value, 1):,} |" for name, value in happened.items()),
+    ]
     lines += ["", "| minute | learner, MB | spared worker, MB | store's file, MB |", "|---|---|---|---|"]
     moments = sorted({round(i * (len(sizes) - 1) / 8) for i in range(9)})
     return "\n".join(lines + [f"| {' | '.join(f'{value:.1f}' for value in sizes[i])} |" for i in moments])

@@ -19,7 +19,7 @@ from mpo_jax.store.weights import PublishedWeights
 
 GROUP_SIZE, GROUPS_PER_STEP, MAX_PENDING, LEASE, VOCABULARY, END = 2, 4, 32, 2.0, 200, 0
 CHECKPOINT_EVERY = 3  # steps; a kill in between must neither lose nor repeat what they took
-TOOL_SECONDS = 1.0  # that a tool in a process of its own may take
+TOOL_SECONDS = 0.5  # that a tool in a process of its own may take: less than after which others help out
 
 
 class ScriptedEngine:

@@ -192,13 +192,20 @@ def connect(address: str, *, workers: int, object_bytes: int) -> None:
 
     Raises:
       ValueError: the address is that of a client's port, through which this machine would not be a part of it.
+      ConnectionError: no cluster answers there, or it wants a token.
     """
     if address.startswith("ray://"):
         raise ValueError(
             f"ray_address is {address!r}: the learner must run on a machine of the cluster, expected host:port or auto"
         )
     if address:
-        ray.init(address=address, log_to_driver=False)
+        try:
+            ray.init(address=address, log_to_driver=False)
+        except ConnectionError as error:
+            raise ConnectionError(
+                f"ray_address is {address!r}: no cluster of Ray answers there, or it wants its token: set "
+                "RAY_AUTH_MODE=token where that is in ~/.ray/auth_token"
+            ) from error
         return
     memory = max(_STORE_BYTES, 6 * object_bytes)
     for attempts_left in reversed(range(_ATTEMPTS)):
