@@ -18,7 +18,7 @@ from experiments import environments, parts
 from mpo_jax import evaluation
 from mpo_jax.models import pretrained, weights
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
-from mpo_jax.scoring.stopping import early_stopping, turn_logprobs, turn_tokens
+from mpo_jax.scoring.stopping import judge_monitor, turn_logprobs, turn_tokens
 from mpo_jax.store.weights import PublishedWeights
 
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of a run.", required=True)
@@ -47,18 +47,13 @@ def main(_):
     episodes = [e for e in parts.play(dataclasses.replace(rollout, engine=engine), len(asked)) if e.tokens]
     success = evaluation.success(np.array([sum(e.rewards) for e in episodes]))
     table = {"episodes": len(episodes), "version": version, "success": float(success.mean())}
-    spent, least = [turn_tokens(e) for e in episodes], MIN_TURNS.value
+    tasks, spent = [e.task_id for e in episodes], [turn_tokens(e) for e in episodes]
     scores = {"progress advantage": [e.metadata["progress"] for e in episodes]}
     scores["log-prob"] = [turn_logprobs(e) for e in episodes]
     for name, of_turns in scores.items():
-        after = {k: [i for i, x in enumerate(of_turns) if len(x) >= k] for k in range(1, max(map(len, of_turns)) + 1)}
-        running = {k: [float(np.mean(of_turns[i][:k])) for i in there] for k, there in after.items()}
-        auroc = {k: evaluation.auroc(success[after[k]], running[k]) for k in after}  # nan where all end alike
-        auroc = {k: None if np.isnan(x) else float(x) for k, x in auroc.items()}
-        limits = np.quantile(running[least], QUANTILES)
-        stops = [early_stopping(of_turns, spent, success, mean_below(x, least)) for x in limits]
-        rows = [dataclasses.asdict(stop) | {"threshold": float(x)} for x, stop in zip(limits, stops, strict=True)]
-        table[name] = {"auroc_after_turns": auroc, "stopping": rows}
+        table[name] = judge_monitor(
+            of_turns, spent, success, tasks, min_turns=MIN_TURNS.value, quantiles=QUANTILES, make_flag=mean_below
+        )
     print(json.dumps(table, allow_nan=False) if JSON.value else describe(table))
 
 
@@ -66,8 +61,11 @@ def describe(table: dict) -> str:
     """The table for a terminal."""
     lines = [f"{table['episodes']} episodes by version {table['version']}, success {table['success']:.3f}"]
     for name in ("progress advantage", "log-prob"):
-        auroc = "  ".join(f"{k}: {x:.3f}" for k, x in table[name]["auroc_after_turns"].items() if x is not None)
-        lines += ["", f"{name}: AUROC of success after turn {auroc}"]
+        lines += ["", f"{name}: AUROC of success after so many turns, with its 95 % interval over questions"]
+        for turns, auroc in table[name]["auroc"].items():
+            if auroc["value"] is not None:
+                ends = ", ".join(f"{end:.3f}" for end in auroc["interval"])
+                lines.append(f"  {turns}: {auroc['value']:.3f} [{ends}], {auroc['episodes']} episodes")
         lines += ["", "| threshold | flagged | turns saved | tokens saved | successes lost |", "|---|---|---|---|---|"]
         for row in table[name]["stopping"]:
             kinds = ("threshold", "flagged", "turns_saved", "tokens_saved", "successes_lost")

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from mpo_jax import evaluation
+from mpo_jax.scoring.outcomes import resampled_interval
 from mpo_jax.store.episode import Episode
 
 Flag = Callable[[Sequence[float]], bool]
@@ -28,7 +30,10 @@ class Stopping:
 
 
 def early_stopping(
-    scores: Sequence[Sequence[float]], tokens: Sequence[Sequence[int]], successes: Sequence[bool], flag: Flag
+    scores: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    successes: Sequence[bool] | np.ndarray,
+    flag: Flag,
 ) -> Stopping:
     """Ends each episode after the first turn as of which `flag` flags it.
 
@@ -59,6 +64,66 @@ def early_stopping(
         tokens_saved=saved / max(sum(map(sum, tokens)), 1),
         successes_lost=lost / max(int(np.sum(successes)), 1),
     )
+
+
+def judge_monitor(
+    scores: Sequence[Sequence[float]],
+    tokens: Sequence[Sequence[int]],
+    successes: np.ndarray,
+    tasks: Sequence[str],
+    *,
+    min_turns: int,
+    quantiles: Sequence[float],
+    make_flag: Callable[[float, int], Flag],
+) -> dict:
+    """What the mean score of the turns so far knows of success after each turn, and what ending episodes by it costs.
+
+    Args:
+      scores: of each episode's turns.
+      tokens: of each episode's turns, as many.
+      successes: bool[N] of the episodes, played to their end.
+      tasks: of the episodes.
+      min_turns: no episode ends before so many.
+      quantiles: of the means after so many turns: the thresholds.
+      make_flag: threshold and least number of turns -> the flag, as `rollout.monitor.mean_below` does.
+
+    Returns:
+      For JSON: `auroc` by number of turns, with `episodes` that have so many, `value` and 95 % bootstrap `interval`
+      over tasks (None where all end alike); `stopping`, a row for each threshold.
+
+    Raises:
+      ValueError: as `early_stopping` does, or no episode has so many turns.
+    """
+    longest, auroc, limits = max(map(len, scores)), {}, np.array([])
+    if longest < min_turns:
+        raise ValueError(f"min_turns={min_turns}, but no episode has more than {longest} turns")
+    for turns in range(1, longest + 1):
+        running = np.array([np.mean(one[:turns]) if len(one) >= turns else np.nan for one in scores])
+        auroc[turns] = _auroc(running, successes, tasks)
+        if turns == min_turns:
+            limits = np.nanquantile(running, quantiles)
+    rows = [
+        {"threshold": float(limit)}
+        | dataclasses.asdict(early_stopping(scores, tokens, successes, make_flag(float(limit), min_turns)))
+        for limit in limits
+    ]
+    return {"auroc": auroc, "stopping": rows}
+
+
+def _auroc(scores: np.ndarray, successes: np.ndarray, tasks: Sequence[str]) -> dict:
+    """Over the episodes that have a score."""
+    groups: dict[str, list[int]] = {}
+    for index in np.flatnonzero(np.isfinite(scores)):
+        groups.setdefault(tasks[index], []).append(index)
+    members = [np.array(indices) for indices in groups.values()]
+
+    def value(index: np.ndarray) -> float:
+        return float(evaluation.auroc(successes[index], scores[index]))
+
+    every = np.concatenate(members)
+    found = value(every)
+    interval = resampled_interval(members, value, num_samples=1000, seed=0)
+    return {"episodes": len(every), "value": None if np.isnan(found) else found, "interval": interval}
 
 
 def turn_tokens(episode: Episode) -> list[int]:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from mpo_jax.scoring.stopping import early_stopping
+from mpo_jax.scoring.stopping import early_stopping, judge_monitor
 
 SCORES = [[0.5, -2.0, 1.0], [-1.0, -1.0], [1.0, 1.0], [-3.0]]
 TOKENS = [[10, 20, 30], [10, 10], [5, 5], [10]]
@@ -23,6 +23,25 @@ def test_stopping_by_hand():
     everybody = early_stopping(SCORES, TOKENS, SUCCESSES, below(9))
     assert (everybody.flagged, everybody.turns_saved) == (0.75, 0.5)
     assert (everybody.tokens_saved, everybody.successes_lost) == (0.65, 1)
+
+
+def test_a_monitor_by_hand():
+    def make_flag(threshold, least):
+        return lambda scores: len(scores) >= least and np.mean(scores) < threshold
+
+    settings = {"quantiles": (0.0, 1.0), "make_flag": make_flag}
+    found = judge_monitor(SCORES, TOKENS, np.array(SUCCESSES), list("aabb"), min_turns=2, **settings)
+    # First turns .5 and 1 of successes, −1 and −3 of failures. Means of two: −.75 and 1 of successes, −1.
+    assert [found["auroc"][k]["value"] for k in (1, 2)] == [1.0, 1.0]
+    assert [found["auroc"][k]["episodes"] for k in (1, 2, 3)] == [4, 3, 1]
+    assert found["auroc"][3] == {"episodes": 1, "value": None, "interval": None}
+    # Below −1 is nobody's mean; below 1 is the first's, whose third turn and 30 tokens are saved, and a success lost.
+    nobody, somebody = found["stopping"]
+    assert (nobody["threshold"], nobody["flagged"], somebody["threshold"]) == (-1.0, 0, 1.0)
+    kinds = ("flagged", "turns_saved", "tokens_saved", "successes_lost")
+    assert [somebody[kind] for kind in kinds] == [0.25, 1 / 8, 0.3, 0.5]
+    with pytest.raises(ValueError, match="min_turns=4, but no episode has more than 3 turns"):
+        judge_monitor(SCORES, TOKENS, np.array(SUCCESSES), list("aabb"), min_turns=4, **settings)
 
 
 def test_lengths_that_differ_are_named():
