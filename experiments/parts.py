@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments import adapters
+from experiments import adapters, engines
 from experiments.environments import Setting
 from mpo_jax import algorithms
 from mpo_jax.environments.questions import SPLITS
@@ -22,11 +22,12 @@ from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.agent import run_episodes
 from mpo_jax.rollout.conversation import Job, Limits
 from mpo_jax.rollout.decoding import EXACT, Decoding
-from mpo_jax.rollout.engine import Sampler
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
+from mpo_jax.rollout.protocol import Engine
 from mpo_jax.rollout.worker import Rollout, Terms
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode
+from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training import optimizers
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.dense import Shaping, progress_shaping
@@ -189,19 +190,14 @@ def make_rollout(
     group_size: int,
     seed: int,
     decoding: Decoding = EXACT,
+    engine: Engine | None = None,
 ) -> Rollout:
-    """How groups of episodes are made, here or in a worker: of training tasks, unless `tasks` are given."""
-    engine = Sampler(
-        model.config,
-        num_slots=config.num_slots,
-        context_length=config.context_length,
-        max_turn_tokens=config.max_turn_tokens,
-        stop_ids=model.tokenizer.stop_ids,
-        decoding=decoding,
-        keep_experts=bool(config.get("router_replay")),
-    )
+    """How groups of episodes are made, here or in a worker: of training tasks, unless `tasks` are given.
+
+    The engine is our sampler, unless another is given.
+    """
     return Rollout(
-        engine=engine,
+        engine=engine or engines.make_sampler(config, model, decoding),
         tokenizer=model.tokenizer,
         make_environment=setting.make,
         task_stream=tasks or setting.training_task,
@@ -233,10 +229,11 @@ def monitored(config: ml_collections.ConfigDict, model: Pretrained, rollout: Rol
 
 
 def make_training_rollout(
-    config: ml_collections.ConfigDict, model: Pretrained, setting: Setting
+    config: ml_collections.ConfigDict, model: Pretrained, setting: Setting, published: PublishedWeights
 ) -> tuple[Rollout, Callable[[dict[str, np.ndarray]], nnx.State]]:
     """How the groups to train on are made, and what makes the engine's weights of published arrays."""
-    rollout = make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed)
+    engine = engines.make_engine(config, model, published)
+    rollout = make_rollout(config, model, setting, group_size=config.group_size, seed=config.seed, engine=engine)
     limits = dataclasses.replace(rollout.limits, group_seconds=config.group_seconds)
     rollout = dataclasses.replace(rollout, limits=limits)
     return monitored(config, model, rollout), lambda arrays: weights.unflatten(model.params, arrays)

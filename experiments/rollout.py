@@ -29,14 +29,16 @@ def main(_):
     share = Share.parse(SHARE.value)
     config = share.part(parts.read_config(workdir))
     model = parts.load_model(config)
-    rollout, restore = parts.make_training_rollout(config, model, environments.build(config, model.tokenizer))
+    published = PublishedWeights(workdir / "weights")
+    setting = environments.build(config, model.tokenizer)
+    rollout, restore = parts.make_training_rollout(config, model, setting, published)
     rollout = dataclasses.replace(rollout, share=(share.index, share.count))
     store = EpisodeStore(share.home(workdir) / "episodes.sqlite", vocab_size=model.config.vocab_size)
     with stop_on_signals() as should_stop:
         run_worker(
             rollout,
             store,
-            PublishedWeights(workdir / "weights"),
+            published,
             parts.make_terms(config, WORKER.value),
             should_stop=should_stop,
             restore=restore,

@@ -59,7 +59,7 @@ def main(_):
         engine.load(weights.unflatten(model.params, arrays), version)
 
     if published is not None and (newest := published.latest_version()) is not None:
-        load(str(published.folder / f"weights-{newest:08d}.safetensors"))
+        load(str(published.path(newest)))
     key = Path(KEY_FILE.value).read_text().strip() if KEY_FILE.value else None
     service = Service(
         Batcher(engine),

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import ml_collections
 
-from experiments import environments, parts
+from experiments import engines, environments, parts
 from experiments.environments import Setting
 from experiments.processes import Share
 from mpo_jax.models.pretrained import Pretrained
@@ -71,7 +71,7 @@ class InlineWorker:
         share: Share,
     ):
         self.groups_per_step, self.store, self.published = config.groups_per_step, store, published
-        rollout, self.restore = parts.make_training_rollout(config, model, setting)
+        rollout, self.restore = parts.make_training_rollout(config, model, setting, published)
         self.rollout = dataclasses.replace(rollout, share=(share.index, share.count))
 
     def __enter__(self) -> "InlineWorker":
@@ -128,21 +128,25 @@ class RayWorkers:
 
         from mpo_jax.rollout import fleet
 
+        if engines.on_server(self.config) and self.cluster.workers > 1:
+            raise ValueError(f"ray_workers={self.cluster.workers} for one server, expected 1: it has its own slots")
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.model.params))
         fleet.connect(self.cluster.address, workers=self.cluster.workers, object_bytes=size)
         self.fleet = fleet.Fleet(self.store, self.published, self.model.config.vocab_size)
         self.wait, config, model = self.fleet.wait, self.config.to_json(), ray.put(self.model)
+        weights = os.path.abspath(self.published.folder)
         for number in range(self.cluster.workers):
             terms = parts.make_terms(self.config, number)
-            self.fleet.start(terms, build_remote, config, model, gpus=self.cluster.gpus)
+            self.fleet.start(terms, build_remote, config, model, weights, gpus=self.cluster.gpus)
         return self
 
     def __exit__(self, *_) -> None:
         self.fleet.close()
 
 
-def build_remote(config: str, model: Pretrained) -> tuple[Rollout, Callable]:
-    """A training rollout in a worker's process, from the run's config as JSON."""
+def build_remote(config: str, model: Pretrained, weights: str) -> tuple[Rollout, Callable]:
+    """A training rollout in a worker's process, from the run's config as JSON and the folder of its weights."""
     parts.keep_freed_memory()
     settings = ml_collections.ConfigDict(json.loads(config))
-    return parts.make_training_rollout(settings, model, environments.build(settings, model.tokenizer))
+    setting = environments.build(settings, model.tokenizer)
+    return parts.make_training_rollout(settings, model, setting, PublishedWeights(weights))

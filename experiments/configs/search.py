@@ -66,6 +66,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.turn_limit = 6
     config.renaming = 0.25  # share of training questions over made-up names, so that reading pays, not remembering
 
+    config.server = (
+        server()
+    )  # that samples the episodes to train on; by default our own sampler in the worker's process
+
     config.environment = "search"  # or "documents", "adapter": what their sections name
     config.documents = documents()
     config.adapter = adapter()
@@ -100,6 +104,17 @@ def get_config() -> ml_collections.ConfigDict:
     for name in ("gspo", "gspo_token"):
         config[name].epsilon_low, config[name].epsilon_high = 0.05, 0.05
     return config
+
+
+def server() -> ml_collections.ConfigDict:
+    """An OpenAI-compatible server as the engine: it must take and give token ids, and read weights from its disk."""
+    section = ml_collections.ConfigDict()
+    section.url = ""  # as in http://127.0.0.1:8001/v1; none, no server
+    section.model = ""  # its name of the model
+    section.key_variable = ""  # the environment variable with its key, if it wants one
+    section.folder = ""  # where it finds versions as Hugging Face writes them (SGLang); else as they are published
+    section.timeout = 600.0  # seconds for one turn
+    return section
 
 
 def documents() -> ml_collections.ConfigDict:

@@ -36,8 +36,8 @@ class Server:
       vocab_size: an id from it on in an answer is refused.
       stop_ids: ids that end a turn, the template's end of turn the first.
       key: sent as a bearer token.
-      weights_path: version to the file or folder of its weights as the server sees it, for servers that have
-        `POST /update_weights_from_disk` (SGLang, `experiments.serve`); None where the weights stay as they are.
+      weights_path: (parameters, version) to the file or folder that the server is to read them from, for servers that
+        have `POST /update_weights_from_disk` (SGLang, `experiments.serve`); None where the weights stay as they are.
       timeout: seconds for one turn.
     """
 
@@ -46,7 +46,7 @@ class Server:
     vocab_size: int
     stop_ids: tuple[int, ...]
     key: str | None = None
-    weights_path: Callable[[int], str] | None = None
+    weights_path: Callable[[Any, int], str] | None = None
     timeout: float = 600.0
 
 
@@ -59,7 +59,8 @@ class OpenAIEngine:
     Attributes:
       num_slots: requests side by side.
       context_length, max_turn_tokens: as in `Sampler`.
-      version: of the weights that the server was last told to load; at first 0.
+      version: of the weights that the server was last told to load; before that -1, so that it is told, or 0 where
+        they stay as they are.
       exact: always.
     """
 
@@ -67,7 +68,7 @@ class OpenAIEngine:
 
     def __init__(self, server: Server, *, num_slots: int, context_length: int, max_turn_tokens: int):
         """Connects to nothing yet; the arguments are told above."""
-        self.server, self.num_slots, self.version = server, num_slots, 0
+        self.server, self.num_slots, self.version = server, num_slots, -1 if server.weights_path else 0
         self.context_length, self.max_turn_tokens = context_length, max_turn_tokens
         self._url, key = server.url.rstrip("/"), server.key
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
@@ -114,7 +115,9 @@ class OpenAIEngine:
         if self.server.weights_path is None:
             raise EngineRefused(f"{self._url}: no way to give it weights of version {version}: no weights_path is set")
         root = self._url.removesuffix("/v1")
-        answer = self._post(f"{root}/update_weights_from_disk", {"model_path": self.server.weights_path(version)})
+        answer = self._post(
+            f"{root}/update_weights_from_disk", {"model_path": self.server.weights_path(params, version)}
+        )
         if not answer.get("success", False):
             raise EngineRefused(f"{root}: it did not take weights of version {version}: {answer}")
         self.version = version

@@ -42,6 +42,10 @@ class PublishedWeights:
         self._damaged: set[tuple[int, int]] = set()  # (inode, time of change) of files that were warned about
         self.folder.mkdir(parents=True, exist_ok=True)
 
+    def path(self, version: int) -> Path:
+        """The file of a version, whether it is there or not."""
+        return self.folder / f"weights-{version:08d}.safetensors"
+
     def publish(self, params: Mapping[str, Array], version: int) -> Path:
         """Makes a version readable by everyone, and removes old ones.
 
@@ -63,7 +67,7 @@ class PublishedWeights:
         for name, array in arrays.items():
             if not np.isfinite(array).all():
                 raise WeightsError(f"version {version}: {name} of shape {array.shape} is not finite")
-        path = self.folder / f"weights-{version:08d}.safetensors"
+        path = self.path(version)
         beside = path.with_suffix(".unfinished")
         save_file(arrays, beside, metadata={"version": str(version), "checksum": _checksum(arrays)})
         _flush(beside)

@@ -5,7 +5,6 @@ import importlib.util
 import json
 import math
 import pathlib
-import threading
 import time
 
 import jax
@@ -13,7 +12,7 @@ import pytest
 import urllib3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tornado.httpserver import HTTPServer
+from rollout.served import Served
 from tornado.testing import bind_unused_port
 from training import runs
 
@@ -33,34 +32,6 @@ def sampler(**options):
     engine = Sampler(model.config, stop_ids=model.tokenizer.stop_ids, **options)
     engine.load(model.params, 0)
     return engine
-
-
-class Served:
-    """An application in a thread of its own."""
-
-    def __init__(self, app):
-        socket, self.port = bind_unused_port()
-        self.loop, ready = asyncio.new_event_loop(), threading.Event()
-
-        async def run():
-            self.server, self.ended = HTTPServer(app), asyncio.Event()
-            self.server.add_socket(socket)
-            ready.set()
-            await self.ended.wait()
-            self.server.stop()
-
-        self.thread = threading.Thread(target=lambda: self.loop.run_until_complete(run()))
-        self.thread.start()
-        ready.wait()
-        self.root = f"http://127.0.0.1:{self.port}"
-
-    def post(self, path, body, **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return urllib3.request("POST", self.root + path, body=data, headers=headers, timeout=60, retries=False)
-
-    def close(self):
-        self.loop.call_soon_threadsafe(self.ended.set)
-        self.thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +97,7 @@ def test_a_prompt_that_goes_on_from_an_idle_slot_is_read_from_there(server):
 
 
 def test_BUG_136_new_weights_reach_the_server_and_nothing_old_is_used(server):
-    engine = client(server, weights_path=lambda version: "double" if version == 5 else "nowhere")
+    engine = client(server, weights_path=lambda _, version: "double" if version == 5 else "nowhere")
     old = all_turns(engine, PROMPTS, SEEDS)
     engine.load(None, 5)
     for slot in PROMPTS:
@@ -145,7 +116,7 @@ def test_BUG_136_new_weights_reach_the_server_and_nothing_old_is_used(server):
 
 
 def test_BUG_144_weights_are_loaded_while_many_requests_wait(server):
-    engine = client(server, num_slots=8, weights_path=lambda version: "double")
+    engine = client(server, num_slots=8, weights_path=lambda _, version: "double")
     prompts = {slot: [1, 20 + slot, 2] for slot in range(8)}
     found = engine.generate(prompts, dict.fromkeys(range(8), 1))
     engine.load(None, 5)
