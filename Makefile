@@ -37,8 +37,9 @@ test-fast: .venv/.installed .venv-peers/.installed .venv-verifiers/.installed  #
 lint: .venv/.installed
 	$(BIN)/ruff check .
 
-bench: .venv/.installed .venv-peers/.installed  ## the kernels beside their peers; writes to benchmarks/results
+bench: .venv/.installed .venv-peers/.installed  ## kernels and models beside their peers; writes to benchmarks/results
 	$(BIN)/python -m benchmarks.kernels $(BENCH_FLAGS)
+	$(BIN)/python -m benchmarks.models
 
 bench-async: .venv/.installed  ## asynchronous training beside the alternating loop; hours on a quiet machine
 	$(BIN)/python -m benchmarks.asynchrony $(BENCH_FLAGS)

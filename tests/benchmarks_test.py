@@ -1,9 +1,10 @@
 """The measurements of the kernels run: every contestant, at small sizes."""
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-from benchmarks import advantages, linear_logprobs, measure, peers, turn_loss
+from benchmarks import advantages, decode, linear_logprobs, measure, peers, train_step, turn_loss
 
 if not peers.INSTALLED:
     pytest.skip("peers are absent: make .venv-peers/.installed", allow_module_level=True)
@@ -12,10 +13,16 @@ CASES = (
     lambda: advantages.case(2, 512, repeats=2),
     lambda: turn_loss.case(2, 512, repeats=2),
     lambda: linear_logprobs.case(4, 8, 2000, "float32", repeats=2),
+    lambda: decode.turn("tiny", decode.tiny(), np.arange(10).reshape(2, 5), 4, repeats=2),
+    lambda: decode.episodes("tiny", decode.tiny(), np.arange(12).reshape(2, 2, 3), 4, repeats=2),
+    lambda: train_step.case(decode.tiny(), 2, 32, repeats=2),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=("advantages", "turn_loss", "linear_logprobs"))
+NAMES = ("advantages", "turn_loss", "linear_logprobs", "turn", "episodes", "train_step")
+
+
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_every_contestant_is_measured(case):
     case = case()
     rows = measure.run(case)

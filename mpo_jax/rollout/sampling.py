@@ -9,7 +9,7 @@ from flax import nnx
 
 from mpo_jax.models.moe import Routing
 from mpo_jax.models.transformer import Transformer, TransformerConfig
-from mpo_jax.rollout.decoding import draw, reshape
+from mpo_jax.rollout.decoding import draw, likeliest, reshape
 from mpo_jax.types import Array
 
 
@@ -79,7 +79,7 @@ def sample(graph, id_type, width, params, cache, rows, steps, may_be_left):
         return draw_all(reshape(logits, rows.temperature, rows.top_k, rows.top_p), positions)
 
     def take_likeliest(logits, positions):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return likeliest(logits)
 
     def advance(carry):
         step, cache, token, sampled, logprobs, number, experts, alive = carry

@@ -1,12 +1,13 @@
 """Temperature, top-k and top-p against a numpy oracle, and what is drawn against what may be drawn."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpo_jax.rollout.decoding import EXACT, GREEDY, Decoding, draw, reshape
+from mpo_jax.rollout.decoding import EXACT, GREEDY, Decoding, draw, likeliest, reshape
 
 V = 7
 reshaped = jax.jit(reshape)
@@ -110,3 +111,8 @@ def test_what_is_out_of_range_is_refused_by_name(wrong):
 def test_only_the_policys_own_distribution_is_exact():
     assert EXACT.exact and Decoding(stop_ids=(1,), max_tokens=3).exact
     assert not (GREEDY.exact or Decoding(top_k=5).exact or Decoding(top_p=0.9).exact or Decoding(temperature=0.9).exact)
+
+
+def test_the_likeliest_is_the_first_of_those_that_tie_and_always_an_id():
+    rows = jnp.asarray([[0.0, 2.0, 2.0, 1.0], [-jnp.inf] * 4, [3.0, 0.0, 0.0, 3.0], [jnp.nan] * 4])
+    np.testing.assert_array_equal(likeliest(rows), [1, 0, 0, 3])
