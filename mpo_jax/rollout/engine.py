@@ -99,7 +99,7 @@ class Sampler:
 
         Returns:
           slot -> its turn, of those that have ended: the sampled ids (a stop id included where it was sampled), their
-          log-probabilities, and why it stopped.
+          log-probabilities, why it stopped, and with `keep_experts` who has read the tokens.
 
         Raises:
           ValueError: a turn under way, no id to append, a context that would not hold them and one more token, or

@@ -49,6 +49,7 @@ class Episode(
       metadata: anything printable that a person or a scorer may want (question, answer, texts).
       experts: of a policy with experts whose engine keeps them, those that read each token but the last: n−1 times
         L·k numbers, by layer, of one byte each, or two where there are more than 256. Empty otherwise, and not written.
+        Of Qwen3-30B-A3B, 48 layers of 8, that is 384 bytes a token beside some 20 of all the rest.
     """
 
     episode_id: str

@@ -92,6 +92,29 @@ def test_episodes_come_back_as_they_were(write, read, tmp_path):
 
 
 @pytest.mark.parametrize(("write", "read"), FORMATS)
+def test_the_experts_of_tokens_come_back_too_and_damaged_ones_are_damage(write, read, tmp_path):
+    routed = [episode(0, experts=bytes(range(250, 256)) * 2), episode(1, experts=b"12345")]  # 6 tokens; 5 bytes for 6
+    write(routed, tmp_path / "out")
+    good, bad = read(tmp_path / "out")
+    assert good == routed[0]
+    assert isinstance(bad, Damaged) and "experts has 5 bytes, expected as many for each of 6 tokens" in bad.reason
+
+
+@needs_pyarrow
+def test_parquet_from_before_there_were_experts_is_read(tmp_path):
+    import pyarrow as pa
+
+    from mpo_jax.store import parquet
+
+    fields = msgspec.structs.asdict(EPISODES[0]) | {"metadata": json.dumps(EPISODES[0].metadata)}
+    del fields["experts"]
+    schema = parquet.SCHEMA.remove(parquet.SCHEMA.get_field_index("experts"))
+    table = pa.Table.from_pylist([fields | {"checksum": parquet._checksum(fields)}], schema)
+    pa.parquet.write_table(table, tmp_path / "out")
+    assert list(read_parquet(tmp_path / "out")) == EPISODES[:1]
+
+
+@pytest.mark.parametrize(("write", "read"), FORMATS)
 def test_an_id_outside_the_vocabulary_is_damage(write, read, tmp_path):
     write(EPISODES, tmp_path / "out")
     assert [isinstance(row, Damaged) for row in read(tmp_path / "out", 9)] == [True, True, False, True]
