@@ -11,11 +11,13 @@ import dataclasses
 from pathlib import Path
 
 from absl import app, flags, logging
+from flax import nnx
 from tqdm import tqdm
 
 from experiments import parts
 from mpo_jax import evaluation
-from mpo_jax.models import lora, pretrained, weights
+from mpo_jax.models import lora, weights
+from mpo_jax.models.config import TransformerConfig
 from mpo_jax.scoring import readers, rendering, sources
 from mpo_jax.training import imitation
 
@@ -31,14 +33,11 @@ RANK = flags.DEFINE_integer("rank", 16, "Of the adapters; alpha is twice that.",
 SEED = flags.DEFINE_integer("seed", 0, "Of the adapters, and of the order of the episodes.")
 
 
-def scanned(model: pretrained.Pretrained) -> pretrained.Pretrained:
+def scanned(config: TransformerConfig, params: nnx.State) -> tuple[TransformerConfig, nnx.State]:
     """The same with one compiled block for all layers, where they are alike: a deep model compiles in seconds."""
-    config = model.config
-    if config.scan_layers or len(set(config.windows)) > 1 or config.dense_layers:
-        return model
-    return pretrained.Pretrained(
-        dataclasses.replace(config, scan_layers=True), weights.stacked(model.params), model.tokenizer
-    )
+    if len(set(config.windows)) > 1 or config.dense_layers:
+        return config, params
+    return dataclasses.replace(config, scan_layers=True), weights.stacked(params)
 
 
 def main(_):
@@ -52,7 +51,8 @@ def main(_):
     if not sequences:
         raise ValueError(f"{EPISODES.value}: not one success to imitate among {len(read)} episodes with a reward")
     print(f"{len(sequences)} of {len(read)} episodes are imitated; {len(errors)} could not be read")
-    model, settings = scanned(pretrained.load(MODEL.value)), lora.LoraConfig(rank=RANK.value, alpha=2.0 * RANK.value)
+    config, params = scanned(*sources.load_params(MODEL.value))
+    settings = lora.LoraConfig(rank=RANK.value, alpha=2.0 * RANK.value)
     with tqdm(total=STEPS.value) as bar:
 
         def report(step: int, loss) -> None:
@@ -60,7 +60,8 @@ def main(_):
             bar.update()
 
         adapters = imitation.imitate_by_adapters(
-            model,
+            config,
+            params,
             settings,
             sequences,
             num_steps=STEPS.value,
@@ -69,7 +70,7 @@ def main(_):
             seed=SEED.value,
             report=report,
         )
-    lora.save(Path(OUTPUT.value), settings, model.config, adapters, MODEL.value)
+    lora.save(Path(OUTPUT.value), settings, config, adapters, MODEL.value)
 
 
 if __name__ == "__main__":

@@ -35,16 +35,21 @@ def load_source(name: str, tokenizer: Tokenizer, *, top_k: int, max_tokens: int,
     """
     if name.startswith(("http://", "https://")):
         return Server(name, top_k=top_k)
-    config, params = _load_params(name, base)
+    config, params = load_params(name, base)
     if _vocabulary(load_tokenizer(name, base)) != _vocabulary(tokenizer):
         raise ValueError(f"{name}: another tokenizer than that of the policy; their log-probs cannot be compared")
     return Evaluator(config, params, k=top_k, max_tokens=max_tokens)
 
 
-def _load_params(name: str, base: str) -> tuple[TransformerConfig, nnx.State]:
+def load_params(name: str, base: str = "") -> tuple[TransformerConfig, nnx.State]:
+    """Shape and parameters of a model that is here, adapters merged into their base.
+
+    Raises:
+      ValueError: there is no such model.
+    """
     path = pretrained.find(name)
     if lora.is_adapter(path):
-        config, params = _load_params(_base_of(path, base), "")
+        config, params = load_params(_base_of(path, base))
         settings, adapters = lora.load(path, config, params)
         return config, lora.merge(settings, params, adapters)
     if _is_hugging_face(path):

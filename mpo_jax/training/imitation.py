@@ -21,6 +21,7 @@ from mpo_jax.environments.questions import Question, questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 from mpo_jax.models import lora
+from mpo_jax.models.config import TransformerConfig
 from mpo_jax.models.evaluation import token_logprobs
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.models.tokenizer import SPECIALS, ChatTokenizer
@@ -191,7 +192,7 @@ def imitate(
     Returns:
       The parameters.
     """
-    loss, optimizer = _loss_of(model), _make_optimizer(learning_rate, num_steps)
+    loss, optimizer = _loss_of(model.config), _make_optimizer(learning_rate, num_steps)
     params = model.params
     optimizer_state = optimizer.init(params)
 
@@ -212,7 +213,8 @@ def imitate(
 
 
 def imitate_by_adapters(
-    model: Pretrained,
+    config: TransformerConfig,
+    params: nnx.State,
     settings: lora.LoraConfig,
     sequences: Sequence[tuple[list[int], list[bool]]],
     *,
@@ -225,7 +227,8 @@ def imitate_by_adapters(
     """Trains low-rank adapters on the actions in sequences, a row of them a step; the model itself stays as it is.
 
     Args:
-      model: where to begin.
+      config: the model's shape.
+      params: its parameters.
       settings: of the adapters.
       sequences: ids of each, at most `row_tokens`, and which of them are actions; gone through in a seeded order.
       num_steps: gradient steps.
@@ -237,8 +240,8 @@ def imitate_by_adapters(
     Returns:
       The adapters.
     """
-    loss, optimizer = _loss_of(model), _make_optimizer(learning_rate, num_steps)
-    adapters = lora.init(settings, model.params, jax.random.key(seed))
+    loss, optimizer = _loss_of(config), _make_optimizer(learning_rate, num_steps)
+    adapters = lora.init(settings, params, jax.random.key(seed))
     optimizer_state = optimizer.init(adapters)
     rows = _rows([_as_episode(*one) for one in sequences], row_tokens, random.Random(seed))
 
@@ -249,7 +252,7 @@ def imitate_by_adapters(
         return optax.apply_updates(adapters, updates), optimizer_state, value
 
     for index in range(num_steps):
-        adapters, optimizer_state, value = step(model.params, adapters, optimizer_state, next(rows))
+        adapters, optimizer_state, value = step(params, adapters, optimizer_state, next(rows))
         report(index, value)
     return adapters
 
@@ -265,9 +268,9 @@ def _rows(episodes: list[Episode], row_tokens: int, rng: random.Random) -> Itera
         row.append(waiting.pop())
 
 
-def _loss_of(model: Pretrained) -> Callable[[nnx.State, Trajectories, float | Array], Array]:
+def _loss_of(config: TransformerConfig) -> Callable[[nnx.State, Trajectories, float | Array], Array]:
     """The mean negative log-prob of actions, and of other tokens at a weight."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model.config, rngs=nnx.Rngs(0))))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))
 
     def loss(params: nnx.State, batch: Trajectories, observation_weight: float | Array) -> Array:
         logprobs, _ = token_logprobs(nnx.merge(graph, params), batch)

@@ -4,8 +4,12 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
+from models import tiny
 from scoring import files
+
+from mpo_jax.models import huggingface, pretrained
 
 
 def run(program, *arguments):
@@ -42,3 +46,21 @@ def test_attribution_prints_json(tmp_path):
     files.write_json(tmp_path / "Hand-Crafted" / "1.json", files.hand_crafted(step="1"))
     done = run("attribute", f"--data={tmp_path}", "--split=Hand-Crafted", "--rule=first", "--json")
     assert json.loads(done.stdout)["exact"] == {"agent": 1.0, "step": 1.0}
+
+
+@pytest.mark.slow
+def test_adapters_that_imitate_are_scored_beside_their_base(tmp_path):
+    tokenizer = pretrained.load("search_tiny").tokenizer.tokenizer
+    config = tiny.config(vocab_size=tokenizer.get_vocab_size())
+    base, adapter, table = tmp_path / "base", tmp_path / "adapter", tmp_path / "scores.jsonl"
+    huggingface.save(base, config, tiny.params(config), dtype=np.float32)
+    tokenizer.save(str(base / "tokenizer.json"))
+    rows = [{"messages": files.chat("a b", "c"), "reward": reward} for reward in (1, 0)]
+    where = [f"--episodes={files.write_lines(tmp_path / 'x.jsonl', rows)}", "--format=messages"]
+    steps = ["--num_steps=3", "--row_tokens=64", "--rank=2", "--learning_rate=0.05"]
+    done = run("imitate", *where, f"--model={base}", f"--output={adapter}", *steps)
+    assert "1 of 2 episodes are imitated" in done.stdout, done.stderr
+    done = run("score", *where, f"--output={table}", f"--policy={adapter}", f"--reference={base}", "--level=episode")
+    assert done.returncode == 0, done.stderr
+    scores = [json.loads(line)["score"] for line in table.read_text().splitlines()]
+    assert min(scores) > 0.01  # what was imitated has become likelier

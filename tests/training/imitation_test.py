@@ -185,7 +185,8 @@ def test_adapters_imitate_actions_and_the_model_stays():
     observed = [7, 9, 11, 13]
     sequences = [([*observed, 20 + n, 30 + n], [False] * 4 + [True] * 2) for n in range(3)]
     adapters = imitate_by_adapters(
-        model,
+        model.config,
+        model.params,
         settings,
         sequences,
         num_steps=30,
