@@ -12,9 +12,9 @@ from mpo_jax.environments.questions import questions
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
 from mpo_jax.models import pretrained
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.store.episode import Episode
 from mpo_jax.training.batching import fill, pack
-from mpo_jax.training.step import Models
 from mpo_jax.types import Trajectories
 
 ROW_TOKENS, OBSERVATION_TOKENS = 384, 80  # as in the search experiment

@@ -7,7 +7,7 @@ import ml_collections
 from mpo_jax.models import lora
 from mpo_jax.models.actor_critic import whole_critic
 from mpo_jax.models.pretrained import Pretrained
-from mpo_jax.training.step import TrainState
+from mpo_jax.training.state import TrainState
 
 
 def configured(config: ml_collections.ConfigDict) -> lora.LoraConfig | None:

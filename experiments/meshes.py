@@ -18,7 +18,8 @@ from mpo_jax.models.transformer import TransformerConfig
 from mpo_jax.models.weights import shapes
 from mpo_jax.training import plan, sharding
 from mpo_jax.training.cluster import Cluster
-from mpo_jax.training.step import initial_state, make_train_step
+from mpo_jax.training.state import initial_state
+from mpo_jax.training.step import make_train_step
 
 
 def make_mesh(sizes: str, devices: Sequence[Any]) -> Mesh:

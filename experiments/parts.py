@@ -33,7 +33,7 @@ from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.dense import Shaping, progress_shaping
 from mpo_jax.training.descriptions import describe
 from mpo_jax.training.learner import Learner, Settings
-from mpo_jax.training.step import Optimizers, TrainState, initial_state
+from mpo_jax.training.state import Optimizers, TrainState, initial_state
 
 
 def keep_freed_memory() -> None:
@@ -121,15 +121,20 @@ def make_settings(config: ml_collections.ConfigDict) -> Settings:
     Raises:
       ValueError: sizes that do not go together.
     """
-    make_admission(config)
     if config.max_pending_groups < config.groups_per_step:
         raise ValueError(
             f"max_pending_groups={config.max_pending_groups} is less than groups_per_step={config.groups_per_step}: "
             "the worker would wait for the learner, and the learner for the worker"
         )
-    return Settings(
-        **{field.name: config[field.name] for field in dataclasses.fields(Settings) if field.name in config}
-    )
+    if config.row_tokens < config.context_length:
+        raise ValueError(
+            f"row_tokens={config.row_tokens} is less than context_length={config.context_length}: "
+            "an episode could be longer than a row, and none is cut"
+        )
+    names = [field.name for field in dataclasses.fields(Settings)]
+    if absent := sorted(set(names) - set(config)):
+        raise ValueError(f"the config lacks {', '.join(absent)}")
+    return Settings(**{name: config[name] for name in names})
 
 
 def make_models(config: ml_collections.ConfigDict, model: Pretrained) -> Models:

@@ -1,11 +1,20 @@
 """Several processes of one run: how they find each other, and which part of the episodes each of them makes."""
 
+import contextlib
 import copy
 import dataclasses
+import os
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import ml_collections
+
+from mpo_jax.training.cluster import ProcessLost
+
+FAREWELL = 3.0  # seconds that process 0, without whose service jax aborts the others, leaves them to say the same
 
 
 def join(coordinator: str | None, num_processes: int | None, process_id: int | None, timeout: float) -> None:
@@ -28,13 +37,32 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
         return
     if coordinator != "auto" and len(given) < 2:
         raise ValueError(f"coordinator={coordinator} with {numbers}, expected both")
-    jax.distributed.initialize(
-        None if coordinator == "auto" else coordinator,
-        num_processes,
-        process_id,
-        heartbeat_timeout_seconds=int(timeout),
-        shutdown_timeout_seconds=int(timeout),
-    )
+    try:
+        jax.distributed.initialize(
+            None if coordinator == "auto" else coordinator,
+            num_processes,
+            process_id,
+            heartbeat_timeout_seconds=int(timeout),
+            shutdown_timeout_seconds=int(timeout),
+        )
+    except ValueError as error:
+        known = "; auto knows Slurm, Open MPI, Kubernetes and Cloud TPU by their environment variables"
+        raise ValueError(f"coordinator={coordinator} with {numbers}: {error}{known}") from error
+
+
+@contextlib.contextmanager
+def leave_when_lost() -> Iterator[None]:
+    """Ends this process at once, its last line saying why, where another process is lost.
+
+    Nothing is closed: writing out a checkpoint, or leaving `jax.distributed`, would wait for the lost one.
+    """
+    try:
+        yield
+    except ProcessLost as lost:
+        print(f"{lost}\nThe same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
+        if jax.process_index() == 0:
+            time.sleep(FAREWELL)
+        os._exit(1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,18 +12,24 @@ A run that was stopped, in whatever way, goes on where its last checkpoint left 
 import contextlib
 from pathlib import Path
 
+import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
 from experiments import adapters, environments, meshes, parts, processes, watching
-from experiments.workers import Cluster, InlineWorker, RayWorkers, WorkerProcess
+from experiments.workers import Cluster as Fleet
+from experiments.workers import InlineWorker, RayWorkers, WorkerProcess
+from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.rollout.worker import stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.checkpoints import Checkpoints
-from mpo_jax.training.learner import Learner, learn
+from mpo_jax.training.cluster import Cluster
+from mpo_jax.training.learner import Learner, Settings
+from mpo_jax.training.loop import Loop
 from mpo_jax.training.metrics import MetricsLog
 from mpo_jax.training.report import write_report
+from mpo_jax.training.state import TrainState
 
 CONFIG = config_flags.DEFINE_config_file("config", "experiments/configs/search.py", "What to train, and how.")
 WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
@@ -50,18 +56,57 @@ def main(_):
     parts.keep_freed_memory()
     processes.join(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, TIMEOUT.value)
     config, workdir = CONFIG.value, Path(WORKDIR.value)
-    algorithm = parts.make_algorithm(config)
-    parts.settle_groups(config, algorithm)
+    parts.settle_groups(config, parts.make_algorithm(config))
     cluster = meshes.make_cluster(config, patience=PATIENCE.value, timeout=TIMEOUT.value)
     share = processes.Share(cluster.index, cluster.count)
     whole, config = config, share.part(config)
     settings = parts.make_settings(config)
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
-    if cluster.count > 1 and ROLLOUT.value == "ray":
+    fleet = make_fleet(cluster)
+    learner, state = make_learner(config, settings, model, cluster)
+    cluster.in_turn(lambda: parts.claim_workdir(workdir, whole))
+    home = share.home(workdir)
+    home.mkdir(exist_ok=True)
+    checkpoints = Checkpoints(workdir / "checkpoints", agree=cluster.all)
+    state = parts.restore_state(checkpoints, state)
+    store = EpisodeStore(home / "episodes.sqlite", vocab_size=model.config.vocab_size)
+    published = PublishedWeights(workdir / "weights")
+    evaluate = parts.make_evaluate(config, model, setting, learner)
+    worker = {
+        "process": lambda: WorkerProcess(workdir, share),
+        "inline": lambda: InlineWorker(config, model, setting, store, published, share),
+        "ray": lambda: RayWorkers(config, model, fleet, store, published),
+    }[ROLLOUT.value]()
+    log = make_log(home, config, model, state, quiet=cluster.index > 0)
+    with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
+        loop = Loop(learner, store, published, checkpoints, log, worker.wait, evaluate, should_stop)
+        with processes.leave_when_lost(), cluster.connected():
+            state = loop.run(state)
+    log.close()
+    if cluster.index == 0:
+        adapters.save(workdir, config, model, state)
+        print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
+
+
+def make_fleet(cluster: Cluster) -> Fleet | None:
+    """Where Ray's workers run, if they are asked for.
+
+    Raises:
+      ValueError: for several processes that train.
+    """
+    if ROLLOUT.value != "ray":
+        return None
+    if cluster.count > 1:
         raise ValueError(f"rollout=ray with {cluster.count} processes that train, expected one")
-    ray = Cluster(RAY_ADDRESS.value, RAY_WORKERS.value, RAY_GPUS.value) if ROLLOUT.value == "ray" else None
-    optimizers = parts.make_optimizers(config)
+    return Fleet(RAY_ADDRESS.value, RAY_WORKERS.value, RAY_GPUS.value)
+
+
+def make_learner(
+    config: ml_collections.ConfigDict, settings: Settings, model: Pretrained, cluster: Cluster
+) -> tuple[Learner, TrainState]:
+    """The learner, and the state before its first step."""
+    algorithm, optimizers = parts.make_algorithm(config), parts.make_optimizers(config)
     learner = Learner(
         algorithm,
         parts.make_models(config, model),
@@ -71,46 +116,21 @@ def main(_):
         parts.make_shaping(config, model),
         cluster,
     )
-    cluster.in_turn(lambda: parts.claim_workdir(workdir, whole))
-    home = share.home(workdir)
-    home.mkdir(exist_ok=True)
-    checkpoints = Checkpoints(workdir / "checkpoints")
-    state = cluster.place_state(parts.make_state(config, model, algorithm, optimizers))
-    state = parts.restore_state(checkpoints, state)
-    store = EpisodeStore(home / "episodes.sqlite", vocab_size=model.config.vocab_size)
-    published = PublishedWeights(workdir / "weights")
-    evaluate = parts.make_evaluate(config, model, setting, learner)
-    worker = {
-        "process": lambda: WorkerProcess(workdir, share),
-        "inline": lambda: InlineWorker(config, model, setting, store, published, share),
-        "ray": lambda: RayWorkers(config, model, ray, store, published),
-    }[ROLLOUT.value]()
-    trace = watching.make_trace(home, PROFILE.value)
-    utilisation = watching.make_utilisation(config, model, state)
-    log = MetricsLog(
+    return learner, cluster.place_state(parts.make_state(config, model, algorithm, optimizers))
+
+
+def make_log(
+    home: Path, config: ml_collections.ConfigDict, model: Pretrained, state: TrainState, *, quiet: bool
+) -> MetricsLog:
+    """Where the run's numbers go, and what is watched of it."""
+    return MetricsLog(
         home,
-        total_steps=settings.num_steps,
+        total_steps=config.num_steps,
         first_step=int(state.step),
-        quiet=cluster.index > 0,
-        trace=trace,
-        utilisation=utilisation,
+        quiet=quiet,
+        trace=watching.make_trace(home, PROFILE.value),
+        utilisation=watching.make_utilisation(config, model, state),
     )
-    with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
-        state = learn(
-            learner,
-            state,
-            store,
-            published,
-            checkpoints,
-            log,
-            wait=worker.wait,
-            evaluate=evaluate,
-            should_stop=should_stop,
-        )
-    log.close()
-    if cluster.index == 0:
-        adapters.save(workdir, config, model, state)
-        print(write_report(workdir, finished=int(state.step) >= settings.num_steps))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import numpy as np
 from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.training import plan
 from mpo_jax.training.profiling import Trace
-from mpo_jax.training.step import TrainState
+from mpo_jax.training.state import TrainState
 
 
 def make_trace(workdir: Path, steps: Sequence[str] | None) -> Trace | None:

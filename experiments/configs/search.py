@@ -33,6 +33,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.minibatches = 4
     config.microbatches = 1
     config.load_balancing = 0.0  # coefficient of the loss that spreads tokens over experts, where a model has some
+    config.reference_decay = 1.0  # of a reference policy that follows the policy from batch to batch; 1 keeps it frozen
     config.router_replay = False  # the rollout keeps the experts of every token, and an update uses them
     config.shared_trunk = config_dict.placeholder(float)  # coefficient of the value loss on one trunk; None: two trunks
     config.row_tokens = 384

@@ -60,7 +60,13 @@ def pack(
 
     Returns:
       `Trajectories` of numpy arrays, and int[B,S] with the index of each episode's slot (-1 = none).
+
+    Raises:
+      ValueError: an episode is longer than a row; nothing is cut in silence.
     """
+    for e in episodes:
+        if len(e.tokens) > row_tokens:
+            raise ValueError(f"episode {e.episode_id} has {len(e.tokens)} tokens, a row holds row_tokens={row_tokens}")
     layout = first_fit_decreasing([len(e.tokens) for e in episodes], row_tokens, row_sequences)
     num_rows = -(-max(len(layout), 1) // row_multiple) * row_multiple
     slots = np.full((num_rows, row_sequences), -1)

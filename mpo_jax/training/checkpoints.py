@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,14 @@ class Checkpoints:
     Args:
       folder: made if absent.
       keep: how many of the newest stay.
+      agree: whether every process of the run says so. All of them must save and restore at the same time: each writes
+        and reads its own parts.
     """
 
-    def __init__(self, folder: str | os.PathLike, *, keep: int = 2):
-        self.folder = Path(folder).absolute()
+    def __init__(
+        self, folder: str | os.PathLike, *, keep: int = 2, agree: Callable[[bool], bool] = lambda readable: readable
+    ):
+        self.folder, self._agree = Path(folder).absolute(), agree
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
         # The handler is named, lest the manager guess it from a damaged newest step.
         handler = ocp.StandardCheckpointHandler()
@@ -51,14 +56,18 @@ class Checkpoints:
             state was saved, it comes back on that of `like`.
 
         Returns:
-          Its step and state, or None where there is none. A damaged one is passed over with a warning that names it.
+          Its step and state, or None where there is none. A damaged one is passed over with a warning that names it;
+          all processes pass over one that any of them cannot read.
         """
         self.wait()
         for step in sorted(self._manager.all_steps(), reverse=True):
+            state = None
             try:
-                return step, self._manager.restore(step, args=ocp.args.StandardRestore(like))
+                state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
             except Exception as error:  # orbax raises whatever the damaged part raises
                 log.warning("skipped damaged checkpoint %s: %s", self.folder / str(step), error)
+            if self._agree(state is not None):
+                return step, state
         return None
 
     def close(self) -> None:

@@ -1,11 +1,13 @@
 """The devices of a run: its mesh, and the processes that share it and must do the same at the same time."""
 
+import contextlib
 import dataclasses
 import functools
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,7 @@ from jax.sharding import Mesh
 
 from mpo_jax.training import sharding
 
+_CONNECTION = re.compile(r"gloo|coordination|heartbeat|connection (reset|closed|refused)|unavailable", re.IGNORECASE)
 SUMS = ("episodes", "tokens", "failed_environments", "deadlines_passed")  # metrics that add up over processes
 
 
@@ -120,9 +123,29 @@ class Cluster:
             raise ProcessLost(f"process {self.index} of {self.count}: another is gone: {found}") from found
         return dict(zip(numbers, np.asarray(found).view(np.float64).T, strict=True))
 
+    @contextlib.contextmanager
+    def connected(self) -> Iterator[None]:
+        """Around what all processes compute together.
+
+        Raises:
+          ProcessLost: in place of the runtime's error where a connection between processes broke.
+        """
+        try:
+            yield
+        except ProcessLost:
+            raise
+        except Exception as error:  # the runtime's are of many types
+            if self.count > 1 and _CONNECTION.search(str(error)):
+                raise ProcessLost(f"process {self.index} of {self.count}: another is gone: {error}") from error
+            raise
+
     def any(self, flag: bool) -> bool:
         """Whether any process says so."""
         return bool(self.agree(flag=flag)["flag"].any())
+
+    def all(self, flag: bool) -> bool:
+        """Whether every process says so."""
+        return bool(self.agree(flag=flag)["flag"].all())
 
     def in_turn(self, act: Callable[[], None]) -> None:
         """Calls it in the first process, and then in the others."""

@@ -14,7 +14,7 @@ from mpo_jax.kernels.segments import masked, spread
 from mpo_jax.store.episode import Episode
 from mpo_jax.training.descriptions import started
 from mpo_jax.training.learner import Learner
-from mpo_jax.training.step import TrainState
+from mpo_jax.training.state import TrainState
 from mpo_jax.types import Array, Evaluation, Targets, Trajectories
 
 

@@ -52,7 +52,7 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str]:
         if header := _HEADER.match(line):
             current = bodies[header[2]] = []
             entry = header[2] if header[1] else entry
-        elif line.startswith("}"):
+        elif line == "}" or line.startswith("}, "):  # a kernel's settings may go on over lines that begin with }}
             current = None
         elif current is not None:
             current.append(line)

@@ -1,39 +1,30 @@
-"""The learner: takes groups of episodes, makes targets once, steps over minibatches, publishes, and remembers."""
+"""The learner: takes groups of episodes, makes targets once, and steps over minibatches."""
 
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
 from mpo_jax import algorithms, kernels
 from mpo_jax.algorithms import Algorithm
 from mpo_jax.kernels.diagnostics import masked_mean
-from mpo_jax.models import weights
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.store.episode import Episode
 from mpo_jax.store.sqlite import EpisodeStore
-from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.batching import pack, padded, row_order
-from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.cluster import Cluster
 from mpo_jax.training.dense import Shaping
 from mpo_jax.training.descriptions import describe, informative, started
 from mpo_jax.training.hindsight import Guidance, privileged_logprobs
-from mpo_jax.training.metrics import MetricsLog
 from mpo_jax.training.microbatches import select_rows
-from mpo_jax.training.profiling import Stopwatch, throughput
-from mpo_jax.training.step import (
-    Models,
-    Optimizers,
-    TrainState,
-    judge_critic,
-    make_evaluate,
-    make_train_step,
-)
-from mpo_jax.types import Evaluation, Targets, Trajectories
+from mpo_jax.training.profiling import Stopwatch
+from mpo_jax.training.state import Optimizers, TrainState, follow_policy
+from mpo_jax.training.step import make_evaluate, make_train_step
+from mpo_jax.types import PADDING, Evaluation, Targets, Trajectories
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +40,7 @@ class Settings:
       value_pretraining_steps: first batches, on which only the critic is trained (where the algorithm asks for it).
       row_tokens, row_sequences, row_multiple: shape of the packed rows of each process; see `batching.pack`.
       load_balancing: coefficient of the load-balancing loss of a policy with experts.
+      reference_decay: what is left of the reference after a batch, the rest is the policy's; 1 keeps it frozen.
       critic_patience: measurements in a row without a better explained variance on held-out episodes after which the
         critic is left alone; None = never.
       max_staleness: the highest lag of a batch's oldest weights, in versions; None = no bound.
@@ -67,6 +59,7 @@ class Settings:
     row_sequences: int = 8
     row_multiple: int = 16
     load_balancing: float = 0.0
+    reference_decay: float = 1.0
     max_staleness: int | None = None
     checkpoint_every: int = 10
     evaluate_every: int = 10
@@ -78,6 +71,10 @@ class Settings:
                 f"row_multiple={self.row_multiple} is not a multiple of minibatches·microbatches="
                 f"{self.minibatches * self.microbatches}"
             )
+        if self.max_staleness is not None and self.max_staleness < 0:
+            raise ValueError(f"max_staleness={self.max_staleness}, expected at least 0")
+        if not 0 <= self.reference_decay <= 1:
+            raise ValueError(f"reference_decay={self.reference_decay}, expected a number from 0 to 1")
 
 
 class Learner:
@@ -94,16 +91,7 @@ class Learner:
         cluster: Cluster | None = None,
     ):
         cluster = cluster or Cluster()
-        if "privileged" in algorithm.needs and guidance is None:
-            raise ValueError(f"{algorithm.name} needs guidance from successful episodes; this run has none")
-        if "privileged" in algorithm.needs and cluster.count > 1:
-            raise ValueError(f"{algorithm.name} looks at all episodes at once; {cluster.count} processes have parts")
-        rows = settings.row_multiple * cluster.count
-        if rows % (parts := settings.minibatches * settings.microbatches * cluster.row_shards):
-            raise ValueError(
-                f"row_multiple={settings.row_multiple} of {cluster.count} processes is {rows} rows, not a multiple of "
-                f"minibatches·microbatches·devices with rows of their own={parts}"
-            )
+        _check(algorithm, models, settings, guidance, cluster)
         self.algorithm, self.settings, self.models, self.cluster = algorithm, settings, models, cluster
         self.guidance, self.shape = guidance, shape
         self.evaluate = cluster.on_mesh(make_evaluate(algorithm, models, settings.microbatches))
@@ -119,6 +107,8 @@ class Learner:
         )
         self.train_step = cluster.on_mesh(step)
         self.select = cluster.on_mesh(jax.jit(select_rows))
+        follow = functools.partial(follow_policy, settings.reference_decay)
+        self.follow = cluster.on_mesh(jax.jit(follow, donate_argnums=0))
         self.diagnose = cluster.on_mesh(jax.jit(self._diagnose))
 
     def take(self, store: EpisodeStore, step: int) -> list[list[Episode]] | None:
@@ -155,6 +145,8 @@ class Learner:
                 part, part_targets = self.select((batch, targets), rows)
                 state, metrics = self.train_step(state, part, part_targets, not self.pretrains_value(step))
                 totals.append(metrics)
+            if self.settings.reference_decay < 1:
+                state = self.follow(state)
             metrics = {name: np.mean([float(m[name]) for m in totals]) for name in totals[0]}
         # The step's own clip fraction, which knows the algorithm's bounds, has the last word.
         metrics = self.diagnose(state, batch, judged, targets, part, part_targets) | metrics
@@ -233,6 +225,8 @@ class Learner:
         """
         mask = batch.action_mask
         found = {
+            "waste": jnp.mean(batch.sequence_ids == PADDING),
+            "waste_empty_rows": jnp.mean(jnp.all(batch.group_ids == PADDING, axis=1)),
             "entropy": masked_mean(judged.entropy, mask),
             "skipped_updates": state.skipped,
             "critic_stale": state.critic_stale,
@@ -256,68 +250,20 @@ class Learner:
         )
 
 
-def learn(
-    learner: Learner,
-    state: TrainState,
-    store: EpisodeStore,
-    published: PublishedWeights,
-    checkpoints: Checkpoints,
-    metrics_log: MetricsLog,
-    *,
-    wait: Callable[[], None],
-    evaluate: Callable[[TrainState], dict[str, float]],
-    should_stop: Callable[[], bool],
-) -> TrainState:
-    """Trains until `num_steps`, from a state that is new or restored.
-
-    What the steps after the state's took from the store is given back first, so a resumed run trains on exactly what
-    the interrupted one would have.
-
-    Args:
-      learner: what a batch does.
-      state: where to begin.
-      store: where episodes come from.
-      published: the policy's weights for the rollout, adapters merged, of the first process; version = steps trained.
-      checkpoints: where the state is kept, less the base of adapters.
-      metrics_log: where numbers go.
-      wait: called while the store has no batch yet; makes episodes, or sleeps and raises if nobody will.
-      evaluate: metrics of a state on fixed questions.
-      should_stop: asked between steps; the run ends with a checkpoint.
-
-    Returns:
-      The last state.
-    """
-    s, step, cluster = learner.settings, int(state.step), learner.cluster
-
-    def publish(state: TrainState, version: int) -> None:
-        policy = learner.policy(state)
-        if cluster.index == 0:
-            published.publish(weights.flatten(policy), version)
-
-    store.rewind(step - 1)
-    publish(state, step)
-    while step < s.num_steps and not cluster.any(should_stop()):
-        start, watch = time.monotonic(), Stopwatch()
-        with watch("evaluation"):
-            extra = evaluate(state) if step % s.evaluate_every == 0 else {}
-            if "explained_variance_held_out" in extra:
-                state = judge_critic(state, extra["explained_variance_held_out"])
-        with metrics_log.traced(step):
-            with watch("wait"):
-                groups = cluster.take(functools.partial(learner.take, store, step), wait, should_stop, step)
-            if groups is None:
-                break
-            state, metrics = learner.update(state, [episode for group in groups for episode in group])
-            with watch("publish"):
-                publish(state, step + 1)
-        metrics |= extra | watch.seconds | {"seconds": time.monotonic() - start, "pending_groups": store.pending()}
-        metrics_log.write(step, metrics | throughput(metrics))
-        step += 1
-        if step % s.checkpoint_every == 0 or step == s.num_steps:
-            checkpoints.save(step, state.replace(base=None))
-    if step == s.num_steps:
-        metrics_log.write(step, evaluate(state))
-    elif step % s.checkpoint_every:
-        checkpoints.save(step, state.replace(base=None))
-    checkpoints.wait()
-    return state
+def _check(
+    algorithm: Algorithm, models: Models, settings: Settings, guidance: Guidance | None, cluster: Cluster
+) -> None:
+    """Refuses what does not go together, before anything is compiled."""
+    if "privileged" in algorithm.needs and guidance is None:
+        raise ValueError(f"{algorithm.name} needs guidance from successful episodes; this run has none")
+    if "privileged" in algorithm.needs and cluster.count > 1:
+        raise ValueError(f"{algorithm.name} looks at all episodes at once; {cluster.count} processes have parts")
+    if settings.reference_decay < 1 and ("reference" not in algorithm.needs or models.adapters is not None):
+        has = "'s adapters are compared with their base" if "reference" in algorithm.needs else " has no reference"
+        raise ValueError(f"reference_decay={settings.reference_decay}, expected 1: {algorithm.name}{has}")
+    rows = settings.row_multiple * cluster.count
+    if rows % (parts := settings.minibatches * settings.microbatches * cluster.row_shards):
+        raise ValueError(
+            f"row_multiple={settings.row_multiple} of {cluster.count} processes is {rows} rows, not a multiple of "
+            f"minibatches·microbatches·devices with rows of their own={parts}"
+        )

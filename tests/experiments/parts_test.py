@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import ml_collections
 import numpy as np
 import pytest
 from training import runs
@@ -61,6 +62,18 @@ def test_back_pressure_below_a_batch_is_refused():
 def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="row_multiple=4 is not a multiple of minibatches·microbatches=6"):
         parts.make_settings(runs.config(minibatches=2, microbatches=3))
+
+
+def test_an_episode_that_might_be_longer_than_a_row_is_refused_before_any_is_made():
+    with pytest.raises(ValueError, match=r"row_tokens=383 is less than context_length=384: an episode could be longer"):
+        parts.make_settings(runs.config(row_tokens=383))
+
+
+def test_a_config_without_a_setting_is_refused():
+    """Such as one of an older run: no default is put in its place in silence."""
+    config = ml_collections.ConfigDict({k: v for k, v in runs.config().items() if k not in ("epochs", "minibatches")})
+    with pytest.raises(ValueError, match="the config lacks epochs, minibatches"):
+        parts.make_settings(config)
 
 
 def test_settings_are_the_configs():

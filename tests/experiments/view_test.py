@@ -19,7 +19,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 @pytest.fixture
 def show(tmp_path):
     """Writes the page of a run of two groups and returns its data."""
-    config = runs.config(row_tokens=64, row_sequences=4)
+    config = runs.config(row_tokens=64, row_sequences=4, context_length=64)
     parts.claim_workdir(tmp_path, config)
     store = EpisodeStore(tmp_path / "episodes.sqlite")
     for group in runs.make_groups():

@@ -17,7 +17,13 @@ from training import runs
 
 def config_of():
     """Adapters of rank 2 at a rate at which few steps show."""
-    changes = {"row_tokens": 64, "row_sequences": 4, "minibatches": 1, "lora": {"rank": 2, "alpha": 4.0}}
+    changes = {
+        "row_tokens": 64,
+        "row_sequences": 4,
+        "context_length": 64,
+        "minibatches": 1,
+        "lora": {"rank": 2, "alpha": 4.0},
+    }
     return runs.config(learning_rate=0.01, critic_learning_rate=0.01, **changes)
 
 

@@ -20,7 +20,8 @@ from mpo_jax.models.actor_critic import Models
 from mpo_jax.store.episode import Episode, validate
 from mpo_jax.training.batching import fill, first_fit_decreasing, pack, row_order
 from mpo_jax.training.microbatches import accumulate
-from mpo_jax.training.step import TrainState, make_evaluate
+from mpo_jax.training.state import TrainState
+from mpo_jax.training.step import make_evaluate
 
 SETTINGS = settings(max_examples=60, deadline=None, derandomize=True, database=None)
 ENDS = ("terminated", "truncated", "turn_limit", "token_limit")
@@ -87,7 +88,7 @@ def test_first_fit_decreasing_of_literals():
 def test_an_episode_longer_than_a_row_is_an_error_that_names_it():
     with pytest.raises(ValueError, match="episode 1 has 11 tokens; a row holds 10"):
         first_fit_decreasing([3, 11], 10, 2)
-    with pytest.raises(ValueError, match="episode 0 has 4 tokens; a row holds 3"):
+    with pytest.raises(ValueError, match="episode e has 4 tokens, a row holds row_tokens=3"):
         pack([make_episode([(1, 3)])], row_tokens=3, row_sequences=1)
 
 

@@ -81,6 +81,24 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(tmp_path, caplog, 
     assert str(tmp_path / "4") in caplog.text and str(tmp_path / "2") + ":" not in caplog.text
 
 
+def test_what_another_process_cannot_read_is_passed_over_by_all(tmp_path):
+    """Else they would go on from different steps: here the other one cannot read its part of 4."""
+    state = {"x": jnp.arange(3.0)}
+    first = Checkpoints(tmp_path)
+    first.save(2, state)
+    first.save(4, {"x": jnp.ones(3)})
+    first.wait()
+    asked = []
+
+    def all_of_two(readable):
+        asked.append(readable)
+        return readable and len(asked) > 1
+
+    step, restored = Checkpoints(tmp_path, agree=all_of_two).restore(state)
+    assert step == 2 and asked == [True, True]
+    np.testing.assert_array_equal(restored["x"], [0, 1, 2])
+
+
 def test_a_folder_without_one_readable_checkpoint_is_a_new_run_with_warnings(tmp_path, caplog):
     state = runs.fresh_state("mpo")
     checkpoints = Checkpoints(tmp_path)

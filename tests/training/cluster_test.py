@@ -1,18 +1,24 @@
 """Several processes, one run: what they agree on, and that they train as one does."""
 
+import concurrent.futures
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 from experiments.processes import Share, join
+from mpo_jax import kernels
 from mpo_jax.training import cluster as clusters
+from mpo_jax.training.batching import pack, padded
 from mpo_jax.training.cluster import Cluster, ProcessLost
+from training import batching_test
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +84,92 @@ def test_a_process_that_does_not_answer_is_lost(monkeypatch):
         Cluster.agree(cluster, step=1)
 
 
+class Threads(Cluster):
+    """A process that is a thread; what all say lies in a list, between two barriers."""
+
+    def __init__(self, index, said, barrier, patience):
+        for name, value in {"thread": index, "said": said, "barrier": barrier, "patience": patience}.items():
+            object.__setattr__(self, name, value)
+
+    count = property(lambda self: len(self.said))
+    index = property(lambda self: self.thread)
+
+    def agree(self, **numbers):
+        self.said[self.index] = numbers
+        self.barrier.wait()
+        found = {name: np.array([float(other[name]) for other in self.said]) for name in numbers}
+        self.barrier.wait()
+        return found
+
+
+def in_threads(count, act, patience=60.0):
+    """act(cluster) of every process of a cluster, at the same time."""
+    said, barrier = [None] * count, threading.Barrier(count, timeout=20)
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda index: act(Threads(index, said, barrier, patience)), range(count)))
+
+
+def test_bug_160_all_take_as_many_steps_whoever_runs_out_first():
+    """145 samples of 3 processes, in batches of 16: 49 are four batches, the last of one; 48 are three."""
+
+    def train(cluster):
+        left, sizes = [49, 48, 48][cluster.index], []
+        for step in range(4):
+
+            def take():
+                return [0] * min(left, 16) or None  # noqa: B023
+
+            part = cluster.take(take, lambda: time.sleep(0.01), lambda: False, step)
+            sizes.append(len(part))
+            left -= len(part)
+        return sizes
+
+    assert in_threads(3, train, patience=0.05) == [[16, 16, 16, 1], [16, 16, 16, 0], [16, 16, 16, 0]]
+
+
+def test_bug_157_a_light_process_has_as_many_rows_as_the_others_and_the_loss_is_one_devices():
+    """5 rows of a token with losses 1 to 5 in one process, 1 row with loss 6 in the other: a mean of 21 / 6."""
+    episodes = [batching_test.make_episode([(0, 1)], seed=i, name=f"e{i}", rewards=[i + 1.0]) for i in range(6)]
+
+    def train(cluster):
+        mine = episodes[:5] if cluster.index == 0 else episodes[5:]
+        batch, slots = pack(mine, row_tokens=1, row_sequences=1)
+        return padded(batch, slots, int(cluster.agree(rows=len(slots))["rows"].max()))[0]
+
+    parts = in_threads(2, train)
+    assert [part.tokens.shape for part in parts] == [(5, 1), (5, 1)]
+    assert parts[1].action_mask[:, 0].tolist() == [True, False, False, False, False]
+    whole = jax.tree.map(lambda *x: np.concatenate(x), *parts)
+    weights = kernels.token_mean(whole.action_mask, whole.turn_ids, whole.sequence_ids)
+    np.testing.assert_allclose(np.sum(weights * whole.rewards), 21 / 6, rtol=1e-6)
+
+
+def test_bug_159_metrics_are_combined_by_all_processes():
+    """Every one calls and every one has the result; a process that only the first waited for would stop the barrier."""
+    found = in_threads(2, lambda cluster: cluster.combined({"episodes": cluster.index + 1, "success": cluster.index}))
+    assert found[0] == found[1] == {"episodes": 3, "success": (1 * 0 + 2 * 1) / 3}
+
+
+def test_what_all_or_any_say():
+    assert (
+        in_threads(2, lambda cluster: (cluster.any(cluster.index == 1), cluster.all(cluster.index == 1)))
+        == [(True, False)] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        ("UNKNOWN: Gloo AllReduce failed: Connection reset by peer", "process 0 of 2: another is gone: UNKNOWN: Gloo"),
+        ("episode e has 4 tokens, a row holds row_tokens=3", "^episode e has 4"),
+    ],
+)
+def test_a_broken_connection_is_a_lost_process_and_another_error_is_none(error, expected):
+    with pytest.raises(Exception, match=expected) as found, Scripted().connected():
+        raise ValueError(error)  # as jax does
+    assert found.type is (ProcessLost if "Gloo" in error else ValueError)
+
+
 def test_one_process_agrees_with_itself():
     assert Cluster().agree(rows=3) == {"rows": np.array([3.0])}
 
@@ -94,6 +186,15 @@ def test_numbers_without_a_coordinator_are_refused():
         join(None, None, 1, 10.0)
     with pytest.raises(ValueError, match=r"coordinator=here:1 with .* expected both"):
         join("here:1", 2, None, 10.0)
+
+
+def test_an_automatic_coordinator_needs_a_known_cluster(monkeypatch):
+    def initialize(*arguments, **seconds):
+        raise ValueError("coordinator_address should be defined.")  # as jax does, where it may still begin
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(ValueError, match=r"coordinator=auto .*; auto knows Slurm, Open MPI, Kubernetes and Cloud TPU"):
+        join("auto", None, None, 10.0)
 
 
 def start(index, count, port, path, mesh):

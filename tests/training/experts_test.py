@@ -19,7 +19,8 @@ from mpo_jax.models.pretrained import Pretrained
 from mpo_jax.store.episode import InvalidEpisode, decode, encode
 from mpo_jax.training.batching import pack
 from mpo_jax.training.learner import Learner
-from mpo_jax.training.step import Optimizers, initial_state, make_evaluate, make_train_step
+from mpo_jax.training.state import Optimizers, initial_state
+from mpo_jax.training.step import make_evaluate, make_train_step
 from training import runs
 
 CONFIG = tiny.config(vocab_size=400, num_layers=1, num_experts=4, experts_per_token=2, expert_width=8)

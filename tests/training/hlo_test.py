@@ -10,6 +10,9 @@ LOOP = """
 }
 
 %inner (p: (f32[8,4], s32[])) -> (f32[8,4], s32[]) {
+  %kernel = f32[8,4] custom-call(%x), backend_config={"custom_call_config": {
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="attention"}
   %gather = f32[8,4]{1,0:T(8,128)} all-gather(%x), channel_id=1, dimensions={0}
   %pair = (f32[], bf16[3]{0}) all-reduce(%y, %z), channel_id=2, to_apply=%add
 }

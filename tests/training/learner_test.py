@@ -5,6 +5,7 @@ import json
 import logging
 from unittest import mock
 
+import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
@@ -19,7 +20,8 @@ from mpo_jax.store.weights import PublishedWeights, WeightsError
 from mpo_jax.training.checkpoints import Checkpoints
 from mpo_jax.training.cluster import Cluster
 from mpo_jax.training.descriptions import describe, informative
-from mpo_jax.training.learner import Learner, Settings, learn
+from mpo_jax.training.learner import Learner, Settings
+from mpo_jax.training.loop import Loop
 from mpo_jax.training.metrics import MetricsLog, read_metrics
 from training import runs
 
@@ -122,6 +124,7 @@ def test_metrics_say_what_the_batch_was():
     assert metrics["return"] == pytest.approx(4 / 7)  # the NaN is in no mean; the empty one is 0
     assert metrics["tokens"] == sum(len(e.tokens) for e in episodes) - len(episodes[2].tokens)
     assert metrics["rows"] == 4 and 0 < metrics["fill"] < 1
+    assert metrics["waste"] == pytest.approx(1 - metrics["fill"], abs=1e-6)
     assert metrics["version_lag"] == 0
     expected = {"clip_fraction", "entropy", "explained_variance", "grad_norm", "value_grad_norm", "value_loss"}
     assert expected <= metrics.keys()
@@ -138,8 +141,68 @@ def test_the_version_lag_is_counted_in_steps():
 
 def test_an_episode_longer_than_a_row_is_refused_by_name():
     learner, state = runs.learner("mpo", value_pretraining_steps=2), runs.fresh_state("mpo")
-    with pytest.raises(ValueError, match=r"episode 1 has 73 tokens; a row holds 64"):
+    with pytest.raises(ValueError, match=r"episode 00000000-001 has 73 tokens, a row holds row_tokens=64"):
         learner.update(state, [runs.make_episode(0, 0, [[9]], [1.0]), runs.make_episode(0, 1, [[9] * 69], [1.0])])
+
+
+def test_waste_is_padding_and_some_of_it_empty_rows():
+    """Two episodes of 12 tokens beside each other in a row of 64; three more rows are there for the sake of the shape.
+
+    Fill 24 / 256, waste 232 / 256, of which 3 · 64 / 256 in rows that hold nothing.
+    """
+    learner, state = runs.learner("mpo", value_pretraining_steps=2), runs.fresh_state("mpo")
+    episodes = [runs.make_episode(0, member, [[9, 9], [9, 9]], [0.0, 1.0]) for member in range(2)]
+    assert [len(episode.tokens) for episode in episodes] == [12, 12]
+    _, metrics = learner.update(state, runs.as_sampled(learner, state, episodes))
+    found = [metrics[name] for name in ("fill", "waste", "waste_empty_rows")]
+    assert found == pytest.approx([24 / 256, 232 / 256, 3 / 4])
+
+
+# The reference policy.
+
+
+def reference_after(decay, updates=2):
+    """A state after some batches of GRPO, and the policies before the first and after each."""
+    learner = runs.learner("grpo", reference_decay=decay, learning_rate=1e-2)
+    state = runs.fresh_state("grpo")
+    policies = [runs.frozen(state.policy)]
+    for _ in range(updates):
+        state, _ = learner.update(state, runs.as_sampled(learner, state, bandit(GOOD)))
+        policies.append(runs.frozen(state.policy))
+    assert not runs.equal(policies[0], policies[1])
+    return learner, state, policies
+
+
+def test_a_reference_that_keeps_everything_is_frozen():
+    _, state, policies = reference_after(1.0)
+    assert runs.equal(state.reference, policies[0])
+
+
+def test_a_reference_that_keeps_nothing_is_the_policy_before_the_batch():
+    """So KL to it is KL to the policy that was evaluated: ref_logprobs are the logprobs, bit for bit."""
+    learner, state, policies = reference_after(0.0)
+    assert runs.equal(state.reference, policies[-1])
+    judged = learner.evaluate(state, learner._pack(bandit(GOOD))[0])
+    assert runs.equal(judged.ref_logprobs, judged.logprobs)
+
+
+def test_a_reference_is_an_exponential_average_of_the_policies():
+    """From p0, after batches that end in p1 and p2: .25 p0 + .25 p1 + .5 p2."""
+    _, state, (first, second, third) = reference_after(0.5)
+    expected = jax.tree.map(lambda a, b, c: 0.25 * a + 0.25 * b + 0.5 * c, first, second, third)
+    assert runs.furthest(state.reference, expected) < 1e-6 < runs.furthest(state.reference, third)
+
+
+def test_a_reference_cannot_follow_where_there_is_none():
+    for changes, message in [
+        ({"algorithm": "mpo"}, "reference_decay=0.9, expected 1: mpo has no reference"),
+        ({"algorithm": "grpo", "lora": {"rank": 2}}, "reference_decay=0.9, expected 1: grpo's adapters are compared"),
+        ({"reference_decay": 1.5}, "reference_decay=1.5, expected a number from 0 to 1"),
+    ]:
+        c = runs.config(**{"reference_decay": 0.9} | changes)
+        with pytest.raises(ValueError, match=message):
+            built = parts.make_algorithm(c), parts.make_models(c, runs.model()), parts.make_optimizers(c)
+            Learner(*built, parts.make_settings(c))
 
 
 def test_privileged_algorithms_need_guidance():
@@ -158,7 +221,7 @@ def play(what, **attributes):
 
 
 class Diary:
-    """Plays everything that `learn` needs; batches become ready after `delay` waits."""
+    """Plays everything that `Loop` needs; batches become ready after `delay` waits."""
 
     def __init__(self, num_steps, *, checkpoint_every=2, evaluate_every=10, delay=1, stop_at=None):
         self.settings = Settings(
@@ -216,14 +279,7 @@ class Diary:
             self.note("evaluate", int(state.step))
             return {}
 
-        return learn(
-            self.learner,
-            state,
-            *surroundings,
-            wait=self.wait,
-            evaluate=evaluate,
-            should_stop=self.should_stop,
-        )
+        return Loop(self.learner, *surroundings, self.wait, evaluate, self.should_stop).run(state)
 
 
 def test_the_order_of_a_run():
@@ -295,12 +351,13 @@ def test_what_waiting_raises_ends_the_run():
     assert not any(e.startswith(("update", "save")) for e in diary.events)
 
 
-def test_a_run_over_a_store_can_be_interrupted_anywhere(tmp_path):
+@pytest.mark.parametrize(("algorithm", "changes"), [("mpo", {}), ("grpo", {"reference_decay": 0.5})])
+def test_a_run_over_a_store_can_be_interrupted_anywhere(tmp_path, algorithm, changes):
     """5 steps in one go; or 3, the last unsaved, then a new process's objects: the same state and numbers, bit for bit.
 
-    BUG-146, BUG-148, BUG-149.
+    Also of a reference that follows the policy. BUG-146, BUG-148, BUG-149.
     """
-    learner = runs.learner("mpo", num_steps=5)
+    learner = runs.learner(algorithm, num_steps=5, **changes)
     groups = runs.make_groups(10, 4)
 
     def run(folder, stop_after=None, crash=False):
@@ -308,7 +365,7 @@ def test_a_run_over_a_store_can_be_interrupted_anywhere(tmp_path):
         store, checkpoints = EpisodeStore(folder / "episodes.sqlite"), Checkpoints(folder / "checkpoints")
         for group in groups:
             store.add(group[0].group_id, group)
-        state = runs.fresh_state("mpo")
+        state = runs.fresh_state(algorithm)
         if restored := checkpoints.restore(state):
             state = restored[1]
         start, log = int(state.step), MetricsLog(folder, total_steps=5, first_step=int(state.step), quiet=True)
@@ -326,17 +383,9 @@ def test_a_run_over_a_store_can_be_interrupted_anywhere(tmp_path):
             raise AssertionError("the store has groups for every step")
 
         with contextlib.suppress(KeyboardInterrupt):
-            state = learn(
-                learner,
-                state,
-                store,
-                PublishedWeights(folder / "weights"),
-                checkpoints,
-                log,
-                wait=no_groups,
-                evaluate=lambda state: {},
-                should_stop=stop,
-            )
+            published = PublishedWeights(folder / "weights")
+            loop = Loop(learner, store, published, checkpoints, log, no_groups, lambda state: {}, stop)
+            state = loop.run(state)
         log.close(), checkpoints.close(), store.close()
         return start, runs.frozen(state) if not crash else None
 

@@ -12,9 +12,11 @@ from flax import nnx
 from models import tiny
 
 from mpo_jax import algorithms
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.training import sharding
-from mpo_jax.training.step import Models, Optimizers, TrainState, make_evaluate, make_train_step
+from mpo_jax.training.state import Optimizers, TrainState
+from mpo_jax.training.step import make_evaluate, make_train_step
 
 ROWS, TOKENS = 8, 24
 MESHES = {

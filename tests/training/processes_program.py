@@ -22,7 +22,9 @@ def main():
     jax.config.update("jax_disable_most_optimizations", True)
     if count > 1:
         processes.join(coordinator, count, index, TIMEOUT)
-    config = runs.config(row_tokens=64, row_sequences=4, minibatches=1, value_pretraining_steps=0, mesh=mesh)
+    config = runs.config(
+        row_tokens=64, row_sequences=4, context_length=64, minibatches=1, value_pretraining_steps=0, mesh=mesh
+    )
     cluster = meshes.make_cluster(config, patience=3.0, timeout=TIMEOUT)
     algorithm, optimizers = parts.make_algorithm(config), parts.make_optimizers(config)
     models, settings = parts.make_models(config, runs.model()), parts.make_settings(config)

@@ -86,7 +86,7 @@ def config(**changes):
 @functools.cache
 def learner(algorithm="mpo", **changes) -> Learner:
     """Compiled once for all tests that ask for the same; rows of 64 tokens and at most 4 episodes."""
-    c = config(algorithm=algorithm, **{"row_tokens": 64, "row_sequences": 4} | changes)
+    c = config(algorithm=algorithm, **{"row_tokens": 64, "row_sequences": 4, "context_length": 64} | changes)
     built = parts.make_algorithm(c)
     traces = []
 

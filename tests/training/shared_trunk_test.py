@@ -12,7 +12,8 @@ from experiments import adapters, parts
 from mpo_jax import algorithms
 from mpo_jax.models import layout, lora
 from mpo_jax.models.actor_critic import Models, whole_critic
-from mpo_jax.training.step import Optimizers, initial_state, judge_critic, make_evaluate, make_train_step
+from mpo_jax.training.state import Optimizers, initial_state, judge_critic
+from mpo_jax.training.step import make_evaluate, make_train_step
 from training import runs
 
 MPO = algorithms.from_config("mpo")

@@ -11,7 +11,8 @@ import pytest
 
 from mpo_jax.algorithms import ALGORITHMS
 from mpo_jax.models import weights
-from mpo_jax.training.step import Optimizers, judge_critic, make_evaluate, make_train_step
+from mpo_jax.training.state import Optimizers, judge_critic
+from mpo_jax.training.step import make_evaluate, make_train_step
 from training import runs
 
 
