@@ -1,9 +1,12 @@
-"""Workers on a local Ray cluster, one killed, one asleep, one broken: every group is made once; scripted engines."""
+"""Workers on Ray, one killed, one asleep, one broken, the desk killed: every group is made once; scripted engines."""
 
 import dataclasses
 import os
 import pathlib
 import signal
+import socket
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -73,6 +76,7 @@ def test_BUG_139_killed_sleeping_and_broken_workers_hold_nobody_up(cluster, tmp_
         made.start(dataclasses.replace(TERMS, owner=f"worker-{number}"), build, fault, str(tmp_path))
     published.publish({"w": np.ones(2)}, 0)
     groups = await_groups(made, store, 12, 0)
+    os.kill(ray.get(made._desk.__ray_call__.remote(lambda desk: os.getpid())), signal.SIGKILL)  # it comes back
     published.publish({"w": np.ones(2)}, 1)
     groups += await_groups(made, store, 12, 1) + await_groups(made, store, 12, 2)
 
@@ -94,6 +98,48 @@ def test_BUG_139_killed_sleeping_and_broken_workers_hold_nobody_up(cluster, tmp_
         await_groups(lonely, store, 99, 3)
     made.close()
     assert not ray.is_initialized()
+
+
+BY_HAND = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+from fleet_test import *
+
+fleet.connect({address!r}, workers=1, object_bytes=0)
+folder = pathlib.Path({folder!r})
+store, published = EpisodeStore(folder / "episodes.sqlite"), PublishedWeights(folder / "weights")
+published.publish({{"w": np.ones(2)}}, 0)
+made = fleet.Fleet(store, published, vocab_size=200)
+(folder / "killed").touch()  # that fault has been
+made.start(TERMS, build, "killed", {folder!r})
+print(len(await_groups(made, store, 6, 0)), "groups")
+made.close()
+"""
+
+
+def test_a_cluster_that_was_started_by_hand(tmp_path, monkeypatch):
+    """Its token is that of `~/.ray/auth_token`, which must be asked for on both sides."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ray_program = os.path.join(os.path.dirname(sys.executable), "ray")
+    flags = ["--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false", "--object-store-memory=100000000"]
+    subprocess.run([ray_program, "get-auth-token", "--generate"], check=True, capture_output=True)
+    started = subprocess.Popen([ray_program, "start", *flags, "--block"], stdout=subprocess.DEVNULL)
+    try:
+        script = BY_HAND.format(
+            tests=os.path.dirname(__file__), address=f"127.0.0.1:{port}", folder=os.fspath(tmp_path)
+        )
+        deadline = time.monotonic() + 180
+        while time.monotonic() < deadline:  # it takes its time to come up
+            done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=180)
+            if done.returncode == 0:
+                break
+        assert done.stdout == "6 groups\n", done.stderr
+    finally:
+        started.terminate()
+        started.wait(60)
 
 
 def test_a_client_is_no_part_of_the_cluster():
