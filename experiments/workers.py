@@ -84,7 +84,7 @@ class InlineWorker:
         run_groups(self.rollout, self.store, max(self.groups_per_step - self.store.pending(), 1))
 
     def __exit__(self, *_) -> None:
-        pass
+        self.rollout.close()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,6 +26,7 @@ def run_episodes(
     limits: Limits = Limits(),
     executable: Callable[[list[int]], list[bool]] = whole_action,
     threads: int = 0,
+    resting: list[gymnasium.Env] | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[Episode]:
     """Runs the jobs, as many at a time as the engine has slots, and yields each episode as it ends.
@@ -42,6 +43,7 @@ def run_episodes(
       limits: where episodes are cut.
       executable: marks the part of an action's ids that the environment executes.
       threads: in which environments reset and step, one call each at a time; 0: here, while the engine waits.
+      resting: environments to begin with; all are left there at the end. Without it, all are closed.
       should_stop: asked before each call of the engine, and each second while all environments are at work; once true,
         running episodes are given up, and all ends when the environments have answered.
 
@@ -51,7 +53,7 @@ def run_episodes(
     Raises:
       ValueError: the engine answers a slot that it was not asked for.
     """
-    idle: list[gymnasium.Env] = []
+    idle = [] if resting is None else resting
 
     def begin(job: Job | None) -> Conversation | None:
         if job is None:
@@ -68,7 +70,10 @@ def run_episodes(
                 return
             yield from slots.play_turns()
     finally:
-        slots.close()
+        slots.clear()
+        if resting is None:
+            for environment in idle:
+                environment.close()
 
 
 class _Here(concurrent.futures.Executor):
@@ -146,11 +151,9 @@ class _Slots:
             self.idle.append(conversation.environment)
         return conversation.record()
 
-    def close(self) -> None:
-        """Gives up what still runs, and closes all environments."""
+    def clear(self) -> None:
+        """Gives up what still runs."""
         self.executor.shutdown(cancel_futures=True)
         for slot, conversation in self.running.items():
             self.engine.free(slot)
             self.idle.append(conversation.environment)
-        for environment in self.idle:
-            environment.close()

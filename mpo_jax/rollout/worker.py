@@ -44,6 +44,7 @@ class Rollout:
       threads: in which environments reset and step; 0: in the loop itself, while the engine waits.
       share: (index, count) of the processes that divide the run's groups, each with a store of its own: the group that
         this one calls g is number g · count + index of the run, which decides over its task and seeds.
+      resting: environments that are used again in the next round, as some take long to start; `close` ends them.
     """
 
     engine: Engine
@@ -56,6 +57,12 @@ class Rollout:
     executable: Callable[[list[int]], list[bool]] = whole_action
     threads: int = 0
     share: tuple[int, int] = (0, 1)
+    resting: list[gymnasium.Env] = dataclasses.field(default_factory=list, compare=False, repr=False)
+
+    def close(self) -> None:
+        """Closes the environments that rest."""
+        while self.resting:
+            self.resting.pop().close()
 
     def jobs(self, group_id: int) -> list[Job]:
         """The episodes of one group, which is begun now."""
@@ -85,6 +92,7 @@ class Rollout:
             limits=self.limits,
             executable=self.executable,
             threads=self.threads,
+            resting=self.resting,
             should_stop=should_stop,
         )
 
@@ -216,14 +224,15 @@ def run_worker(
             rollout.engine.load(restore(params), version)
             log.info("rollout with weights of version %d", version)
 
-    while not stopped():
-        refresh()
-        made = 0
-        if weights.latest_version() is not None:
-            during = refresh if terms.in_flight else lambda: None
-            made = run_groups(rollout, store, round_size, terms, refresh=during, should_stop=stopped)
-        if not made:
-            time.sleep(terms.poll)
+    with contextlib.closing(rollout):
+        while not stopped():
+            refresh()
+            made = 0
+            if weights.latest_version() is not None:
+                during = refresh if terms.in_flight else lambda: None
+                made = run_groups(rollout, store, round_size, terms, refresh=during, should_stop=stopped)
+            if not made:
+                time.sleep(terms.poll)
 
 
 @contextlib.contextmanager

@@ -273,6 +273,25 @@ def test_a_group_past_its_deadline_is_whole_and_its_task_is_asked_as_often_as_an
         assert ends == ({("truncated", True)} if index % 3 == 1 else {("terminated", False)}) and len(group) == 3
 
 
+def test_environments_are_made_once_for_all_rounds_and_closed_at_the_end(store, weights):
+    made, closed = [], []
+
+    class Costly(Counting):
+        def __init__(self):
+            made.append(self)
+
+        def close(self):
+            closed.append(self)
+
+    parts = rollout(make_environment=Costly)
+    for _ in range(3):
+        run_groups(parts, store, 2)
+    assert len(made) == 4 and not closed  # one a slot
+    weights.publish({"w": np.ones(2)}, 0)
+    run_worker(parts, store, weights, Terms(poll=0.001), should_stop=calls_until(20))
+    assert len(made) == 4 and sorted(map(id, closed)) == sorted(map(id, made))
+
+
 def test_a_slow_worker_holds_nobody_up(store, tmp_path, monkeypatch):
     """One has begun group 0 and is asleep in it; the other makes all, group 0 too, and the sleeper's comes too late."""
     now = 1000.0
