@@ -3,15 +3,14 @@
     python -m benchmarks.scoring
     python -m benchmarks.scoring --layers=30    # the shape of SmolLM2-135M
 
-Weights are random: they change no time. Both sides have one core and are measured in turns, in float32; the rate by the
-CPU's own time says what a quiet core would give. Two ways of using `transformers`: an episode at a time, as in the code
-of *Progress Advantage* (the whole table of log-probs, then those of the tokens), and padded batches of eight.
+Weights are random: they change no time. Both sides have one core and are measured in turns, in float32. Two ways of
+using `transformers`: an episode at a time, as in the code of *Progress Advantage* (the whole table of log-probs, then
+those of the tokens), and padded batches of eight. A third of the tokens are actions; only these have log-probs here.
 """
 
 import os
+import statistics
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 import transformers
 from absl import app, flags
 
+from benchmarks import measure
 from experiments import parts
 from mpo_jax.models import huggingface
 from mpo_jax.scoring.likelihoods import Evaluator
@@ -26,7 +26,7 @@ from mpo_jax.scoring.transcripts import Tokens
 
 LAYERS = flags.DEFINE_integer("layers", 6, "Of a model of SmolLM2's widths and vocabulary.", lower_bound=1)
 EPISODES = flags.DEFINE_integer("episodes", 16, "How many, of 64 to 1,024 tokens.", lower_bound=1)
-REPEATS = flags.DEFINE_integer("repeats", 3, "How often; the best counts.", lower_bound=1)
+REPEATS = flags.DEFINE_integer("repeats", 3, "How often each is measured.", lower_bound=1)
 BATCH = 8
 
 
@@ -68,13 +68,6 @@ def peer(model: transformers.PreTrainedModel, episodes: list[Tokens], batch: int
     return found
 
 
-def rate(work: Callable[[], object], number: int) -> np.ndarray:
-    """Tokens a second: by the clock, and by the time that the CPU spent on it."""
-    start = np.array([time.perf_counter(), time.process_time()])
-    work()
-    return number / (np.array([time.perf_counter(), time.process_time()]) - start)
-
-
 def main(_):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # before either library starts its threads
     torch.set_num_threads(1)
@@ -94,13 +87,11 @@ def main(_):
     for name, values in results.items():
         print(f"{name:30} differs by {np.abs(values - ours).max():.1e} at most")
     number = sum(len(one.ids) for one in episodes)
-    best = {name: np.zeros(2) for name in ways}
-    for _ in range(REPEATS.value):
-        for name, way in ways.items():
-            best[name] = np.maximum(best[name], rate(way, number))
-    print(f"\n{number} tokens, {LAYERS.value} layers; tokens a second by the clock, by CPU time; our ratio by CPU time")
-    for name, (clock, cpu) in best.items():
-        print(f"{name:30}{clock:10.0f}{cpu:10.0f}{best['mpo_jax, packed'][1] / cpu:8.2f}")
+    print(f"\nBefore: {measure.machine()}.\n")
+    rows = measure.run(measure.Case(f"{number:,} tokens, {LAYERS.value} layers", ways, REPEATS.value))
+    print(measure.table(rows))
+    rates = (f"{row.contestant} {number / statistics.median(row.seconds):,.0f}" for row in rows)
+    print(f"\nTokens a second of processor time: {'; '.join(rates)}.\n\nAfter: {measure.machine()}.")
 
 
 if __name__ == "__main__":

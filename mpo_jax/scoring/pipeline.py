@@ -105,7 +105,10 @@ def _claim(work: Path, job: Job) -> None:
     mine = json.loads(json.dumps(dataclasses.asdict(job) | {"bytes": size}))
     path = work / "job.json"
     if path.exists():
-        theirs = json.loads(path.read_text())
+        try:
+            theirs = json.loads(path.read_text())
+        except ValueError as error:
+            raise ValueError(f"{path}: no JSON: {error}; delete {work} or choose another output") from error
         if wrong := [key for key in mine if theirs.get(key) != mine[key]]:
             raise ValueError(
                 f"{work} holds unfinished work of another job: its {wrong[0]} is {theirs.get(wrong[0])!r}, here "
@@ -180,18 +183,22 @@ def _scored(job: Job, tokenizer: Tokenizer | None, work: Path) -> Iterator[Score
             for role, name in (("policy", job.policy), ("reference", job.reference))
             if name
         }
-        start = 0
-        for transcript, tokens, cut in chunk:
-            owners = _owners(transcript, tokens)
-            span = slice(start, start + len(owners))
-            start += len(owners)
+        owners = [_owners(transcript, tokens) for transcript, tokens, _ in chunk]
+        ends = np.cumsum([len(mine) for mine in owners])
+        for role, values in stored.items():
+            if values.shape[1] != ends[-1]:
+                raise ValueError(
+                    f"{work}: {role}-{number:06d}.npy is of other episodes than those in the file; delete it"
+                )
+        for (transcript, tokens, cut), mine, end in zip(chunk, owners, ends, strict=True):
+            span = slice(end - len(mine), end)
             policy, reference = (
                 Likelihoods(*stored[role][:, span]) if role in stored else _recorded(transcript, field, cut)
                 for role, field in (("policy", "logprobs"), ("reference", "ref_logprobs"))
             )
             yield Scored(
                 transcript=transcript,
-                owners=owners,
+                owners=mine,
                 token_ids=None if tokens is None else np.array(tokens.ids)[np.array(tokens.mask, bool)],
                 cut=cut,
                 policy=policy,

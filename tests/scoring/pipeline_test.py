@@ -124,9 +124,14 @@ def test_an_interrupted_run_goes_on_and_another_job_does_not(tmp_path, model, ep
     with pytest.raises(ValueError, match="max_tokens is 4096, here 9"):
         pipeline.score(other, dies, lambda: model.tokenizer)
 
+    found = np.load(tmp_path / "out.csv.work" / "policy-000001.npy")
+    np.save(tmp_path / "out.csv.work" / "policy-000001.npy", found[:, 1:])
+    with pytest.raises(ValueError, match=r"policy-000001\.npy is of other episodes"):
+        pipeline.score(job, {"reference": uniform(8)}.__getitem__, lambda: model.tokenizer)
+    np.save(tmp_path / "out.csv.work" / "policy-000001.npy", found)
+
     def resumed(name):
-        assert name == "reference", "the policy's results are on disk"
-        return uniform(8)
+        raise AssertionError(f"the results of {name} are on disk")
 
     found = pipeline.score(job, resumed, lambda: model.tokenizer)
     assert found["episodes"] == 6
