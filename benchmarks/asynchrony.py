@@ -5,9 +5,11 @@ make bench-async                                  # three seeds; hours, and noth
 
 The contestants are runs of `experiments.train`, one after another and in turns: all of a seed before any of the next,
 each seed beginning with another. Rates are of the steps after the first few, in which programs are compiled, and
-without the evaluations.
+without the evaluations; they count what was made: what waited before those steps is taken off, what waits after them
+added. Final success is compared with its standard error.
 """
 
+import json
 import pathlib
 import statistics
 import subprocess
@@ -54,18 +56,40 @@ def train(folder: pathlib.Path, seed: str, arguments: list[str]) -> list[dict]:
     return read_metrics(folder / "metrics.jsonl")
 
 
-def summary(rows: list[dict], skip: int) -> dict[str, float]:
+def summary(rows: list[dict], skip: int, group_size: int) -> dict[str, float]:
     """Episodes a second, success at the end, and lags, of one run's metrics."""
-    steps = [row for row in rows if "episodes" in row and row["step"] >= skip]
-    seconds = sum(row["seconds"] - row["seconds_evaluation"] for row in steps)
+    steps = [row for row in rows if "episodes" in row]
+    counted = [row for row in steps if row["step"] >= skip]
+    waited = [row["pending_groups"] for row in steps if row["step"] < skip]
+    seconds = sum(row["seconds"] - row["seconds_evaluation"] for row in counted)
+    more_wait = group_size * (counted[-1]["pending_groups"] - (waited[-1] if waited else 0))
     return {
-        "rate": sum(row["episodes"] for row in steps) / seconds,
+        "rate": (sum(row["episodes"] for row in counted) + more_wait) / seconds,
         "success_train": rows[-1]["success_train"],
         "success_held_out": rows[-1]["success_held_out"],
-        "lag": statistics.fmean(row["version_lag"] for row in steps),
-        "lag_max": max(row["version_lag_max"] for row in steps),
-        "waited": sum(row["seconds_wait"] for row in steps) / seconds,
+        "lag": statistics.fmean(row["version_lag"] for row in counted),
+        "lag_max": max(row["version_lag_max"] for row in counted),
+        "waited": sum(row["seconds_wait"] for row in counted) / seconds,
     }
+
+
+def equality(found: dict[str, list[dict[str, float]]], questions: int) -> str:
+    """How far final success is from the first contestant's, and what chance alone would do to one's mean over seeds.
+
+    A success of p on n questions has a variance of p (1 − p) / n, at most 1 / 4n; a difference of two means of s seeds
+    2 / s times that. Seeds of training vary beyond it.
+    """
+    first, *others = found.values()
+    differences = [
+        statistics.fmean(run[key] for run in runs) - statistics.fmean(run[key] for run in first)
+        for runs in others
+        for key in ("success_train", "success_held_out")
+    ]
+    farthest = max(differences, key=abs, default=0.0)
+    error = (2 / len(first) / (4 * questions)) ** 0.5
+    return (
+        f"Success differs from the first's by {farthest:+.3f} at most; two standard errors of that are {2 * error:.3f}."
+    )
 
 
 def table(found: dict[str, list[dict[str, float]]]) -> str:
@@ -101,11 +125,13 @@ def main(_) -> None:
         for turn, seed in enumerate(_SEEDS.value):
             names = list(chosen)
             for name in names[turn % len(names) :] + names[: turn % len(names)]:
-                rows = train(folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}", seed, chosen[name])
-                found[name].append(summary(rows, _SKIP.value))
+                home = folder / f"{name.replace(', ', '-').replace(' ', '_')}-{seed}"
+                rows, config = train(home, seed, chosen[name]), json.loads((home / "config.json").read_text())
+                found[name].append(summary(rows, _SKIP.value, config["group_size"]))
                 print(seed, name, found[name][-1], flush=True)
     said = f"`python -m benchmarks.asynchrony {' '.join(sys.argv[1:])}`: {_STEPS.value} steps, mean and [each seed]."
-    text = "\n\n".join([said, table(found), f"Before: {before}.", f"After: {measure.machine()}."]) + "\n"
+    judged = equality(found, config["evaluation_questions"])
+    text = "\n\n".join([said, table(found), judged, f"Before: {before}.", f"After: {measure.machine()}."]) + "\n"
     print(text)
     output = pathlib.Path(_OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
