@@ -1,17 +1,17 @@
 """Games of ALFWorld: household tasks in text, from the folders of games that its authors publish."""
 
 import dataclasses
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 import gymnasium
 
-from mpo_jax.environments.absent import stand_in
+from mpo_jax.environments.adapting import choose, require, stand_in
 from mpo_jax.environments.text import AnyText
 
 GAME, TRAJECTORY = "game.tw-pddl", "traj_data.json"
+ENGINES = {"textworld": "textworld", "fast_downward": "fast-downward-textworld", "alfworld": "alfworld"}
 LEFT_OUT = ("movable", "Sliced")  # in a folder's name; the authors leave these out too
 
 
@@ -86,9 +86,8 @@ class AlfWorld(gymnasium.Env):
           ImportError: an engine is not installed.
           ValueError: there are no games, or one is damaged.
         """
-        for package in ("textworld", "fast_downward", "alfworld"):
-            if importlib.util.find_spec(package) is None:
-                raise ImportError(f"this environment needs the package {package} (see requirements-envs.txt)")
+        for module, package in ENGINES.items():
+            require(module, package)
         self._folder, self._games = folder, find_games(folder, tuple(task_types))
         self._turn_limit, self._commands = turn_limit, commands
         self.observation_space, self.action_space = AnyText(), AnyText()
@@ -100,9 +99,7 @@ class AlfWorld(gymnasium.Env):
           The room with the task, and info: task_id, success, task_type.
         """
         super().reset(seed=seed)
-        number = (options or {}).get("task")
-        number = self.np_random.integers(len(self._games)) if number is None else number % len(self._games)
-        self._game, self._turns = read_game(self._games[number], self._folder), 0
+        self._game, self._turns = read_game(choose(self._games, options, self.np_random), self._folder), 0
         self._play = _load(self._game.data)
         return self._show(self._play.reset()), self._info(False)
 

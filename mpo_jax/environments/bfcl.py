@@ -9,6 +9,7 @@ from typing import Any
 
 import gymnasium
 
+from mpo_jax.environments.adapting import choose, require
 from mpo_jax.environments.text import AnyText
 from mpo_jax.environments.tools import describe_tools, read_turn
 from mpo_jax.models.tool_calls import ToolCall
@@ -37,8 +38,7 @@ class Bfcl(gymnasium.Env):
           ImportError: the package is not installed.
           ValueError: there is no such category.
         """
-        if importlib.util.find_spec("bfcl_eval") is None:
-            raise ImportError("this environment needs the package bfcl-eval (see requirements-envs.txt)")
+        require("bfcl_eval", "bfcl-eval")
         if category not in CATEGORIES:
             raise ValueError(f"category is {category!r}, expected one of {CATEGORIES}")
         from bfcl_eval.constants.executable_backend_config import MULTI_TURN_FUNC_DOC_FILE_MAPPING as DOCS
@@ -59,8 +59,7 @@ class Bfcl(gymnasium.Env):
           The tools and the user's first message, and info: task_id, success.
         """
         super().reset(seed=seed)
-        number = (options or {}).get("task")
-        self._task = self._tasks[self.np_random.integers(len(self._tasks)) if number is None else number]
+        self._task = choose(self._tasks, options, self.np_random)
         self._forget()
         schemas = [doc for name in self._task["involved_classes"] for doc in _read_lines(self._doc(name))]
         schemas = [doc for doc in schemas if doc["name"] not in self._task.get("excluded_function", ())]

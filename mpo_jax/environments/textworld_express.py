@@ -1,11 +1,11 @@
 """Games of TextWorldExpress: coin, mapreader, arithmetic, cookingworld and more; needs Java."""
 
-import importlib.util
 import shutil
 from typing import Any
 
 import gymnasium
 
+from mpo_jax.environments.adapting import require
 from mpo_jax.environments.text import AnyText
 
 
@@ -26,10 +26,9 @@ class TextWorldExpress(gymnasium.Env):
         Raises:
           ImportError: the package or Java is not installed.
         """
-        if importlib.util.find_spec("textworld_express") is None or shutil.which("java") is None:
-            raise ImportError(
-                "this environment needs Java and the package textworld-express (see requirements-envs.txt)"
-            )
+        require("textworld_express", "textworld-express")
+        if shutil.which("java") is None:
+            raise ImportError("this environment needs Java")
         from textworld_express import TextWorldExpressEnv
 
         self.game = TextWorldExpressEnv(envStepLimit=turn_limit + 1)

@@ -1,10 +1,10 @@
 """Environments of `verifiers`, either generation: 0.1.x (`load_environment(name)`) and 0.4 on (tasksets)."""
 
 import asyncio
-import importlib.util
 import os
 from typing import Any
 
+from mpo_jax.environments.adapting import require
 from mpo_jax.environments.chat_harness import ChatHarness, Outcome
 
 MODEL = "policy"  # the name that the environment asks for; the answer is always the policy's
@@ -40,8 +40,7 @@ class Verifiers(ChatHarness):
           ImportError: the package is not installed.
           ValueError: a taskset without an end.
         """
-        if importlib.util.find_spec("verifiers") is None:
-            raise ImportError("this environment needs the package verifiers, in a virtual environment of its own")
+        require("verifiers", "verifiers")
         import verifiers
 
         os.environ.setdefault(_NO_KEY, "none")
