@@ -8,6 +8,7 @@ each: the ratio is what the checks cost. All on one core, best of some repeats; 
 the rate by the CPU's own time says what a quiet one would give.
 """
 
+import os
 import sqlite3
 import tempfile
 import time
@@ -22,6 +23,7 @@ from mpo_jax.store.sqlite import EpisodeStore
 
 EPISODES = flags.DEFINE_integer("episodes", 4000, "How many.", lower_bound=1)
 REPEATS = flags.DEFINE_integer("repeats", 3, "How often; the best counts.", lower_bound=1)
+OUTPUT = flags.DEFINE_string("output", "benchmarks/results", "Folder of the table.")
 BATCH = flags.DEFINE_integer("batch", 100, "Groups that the learner takes at once.", lower_bound=1)
 
 
@@ -102,11 +104,23 @@ def main(_):
             found = through_the_store(Path(folder) / "s.sqlite", episodes)
             found |= through_sqlite(Path(folder) / "plain.sqlite", records)
         best = {name: np.maximum(value, best.get(name, 0.0)) for name, value in found.items()}
-    print(f"{len(episodes)} episodes of {np.mean([len(record) for record in records]):.0f} bytes; episodes/s")
-    print(f"{'':4}{'store':>8}{'by CPU':>8}{'SQLite alone':>14}{'by CPU':>8}{'ratio':>7}")
+    size = np.mean([len(record) for record in records])
+    lines = [
+        f"{len(episodes)} episodes of {size:.0f} bytes, best of {REPEATS.value} runs. Episodes a second, by the clock "
+        "and by the CPU's time.",
+        "",
+        "| way | store | by CPU | SQLite alone | by CPU | ratio |",
+        "|---|---|---|---|---|---|",
+    ]
     for way in ("in", "out"):
         store, plain = best[f"store {way}"], best[f"sqlite {way}"]
-        print(f"{way:4}{store[0]:8.0f}{store[1]:8.0f}{plain[0]:14.0f}{plain[1]:8.0f}{store[1] / plain[1]:7.2f}")
+        rates = " | ".join(f"{rate:,.0f}" for rate in (*store, *plain))
+        lines.append(f"| {way} | {rates} | {store[1] / plain[1]:.2f} |")
+    lines += ["", f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the end."]
+    print("\n".join(lines))
+    output = Path(OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "store.md").write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
