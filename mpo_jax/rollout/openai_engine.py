@@ -74,7 +74,7 @@ class OpenAIEngine:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
         # A turn that was lost on the way can be asked for again: its seed and context make it the same turn.
         retries = urllib3.Retry(3, backoff_factor=0.5, status_forcelist=(502, 503, 504), allowed_methods=None)
-        self._http = urllib3.PoolManager(num_slots, headers=headers, timeout=server.timeout, retries=retries)
+        self._http = urllib3.PoolManager(maxsize=num_slots, headers=headers, timeout=server.timeout, retries=retries)
         self._threads = concurrent.futures.ThreadPoolExecutor(num_slots, thread_name_prefix="engine")
         self._contexts: dict[int, list[int]] = {}
         self._under_way: dict[int, concurrent.futures.Future] = {}

@@ -155,21 +155,10 @@ def run_groups(
         refresh()
         return should_stop()
 
-    def reserve() -> Iterator[int | None]:
-        """Group indices, or None while there is none but some of ours are being made; ends where there is nothing."""
-        for _ in range(num_groups):
-            # It may be one of ours, whose lease had lapsed during a long turn.
-            while (group_id := _reserve(rollout, store, terms)) is None or group_id in making:
-                if not making:
-                    return
-                yield None
-            making.add(group_id)
-            yield group_id
-
     making: set[int] = set()
     store.release(terms.owner)  # of an earlier life that was killed
     try:
-        for episode in rollout.run(reserve(), keep_alive):
+        for episode in rollout.run(_reserve(rollout, store, num_groups, terms, making), keep_alive):
             group = whole[episode.group_id]
             group.append(episode)
             if len(group) == rollout.group_size:
@@ -181,10 +170,24 @@ def run_groups(
     return made
 
 
-def _reserve(rollout: Rollout, store: GroupStore, terms: Terms) -> int | None:
-    """The next index that may be begun with the engine's weights."""
-    admission = dataclasses.replace(terms.admission, version=rollout.engine.version)
-    return store.reserve(terms.owner, terms.lease, admission)
+def _reserve(
+    rollout: Rollout, store: GroupStore, num_groups: int, terms: Terms, making: set[int]
+) -> Iterator[int | None]:
+    """Indices of groups that may be begun, which join those in the making; ends where there are none of either.
+
+    None says that there is none for now, but some are being made.
+    """
+    for _ in range(num_groups):
+        while True:
+            admission = dataclasses.replace(terms.admission, version=rollout.engine.version)
+            group_id = store.reserve(terms.owner, terms.lease, admission)
+            if group_id is not None and group_id not in making:  # ours may be given out again, after a long turn
+                break
+            if not making:
+                return
+            yield None
+        making.add(group_id)
+        yield group_id
 
 
 def run_worker(
