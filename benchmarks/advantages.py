@@ -10,8 +10,12 @@ from mpo_jax import kernels
 
 @jax.jit
 def multiscale(rewards: jax.Array, values: jax.Array, action_mask: jax.Array, turn_ids: jax.Array) -> jax.Array:
-    """Credit of a batch, from arrays as a rollout leaves them: everything about turns is found in here."""
-    advantages = jax.vmap(kernels.multiscale_advantages)(rewards, values, action_mask, turn_ids)
+    """Credit of a batch, from arrays as a rollout leaves them: everything about turns is found in here.
+
+    Rows in groups, whose arrays fit into the cache.
+    """
+    data = rewards, values, action_mask, turn_ids
+    advantages = jax.lax.map(lambda row: kernels.multiscale_advantages(*row), data, batch_size=64)
     return kernels.whiten(advantages, action_mask)
 
 
