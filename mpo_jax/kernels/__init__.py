@@ -40,7 +40,15 @@ from mpo_jax.kernels.losses import (
 )
 from mpo_jax.kernels.progress import episode_advantage, progress_advantage
 from mpo_jax.kernels.ratios import importance_ratio, masked_weights, truncated_weights
-from mpo_jax.kernels.reductions import bottom_mean, discounted_mean, linear_mean, segment_max, segment_min
+from mpo_jax.kernels.reductions import (
+    bottom_mean,
+    discounted_mean,
+    linear_mean,
+    range_sum,
+    segment_max,
+    segment_min,
+    segment_ranges,
+)
 from mpo_jax.kernels.returns import gae, lambda_returns, length_adaptive_lambda, returns, token_gae
 from mpo_jax.kernels.segments import (
     segment_first,
@@ -87,6 +95,7 @@ __all__ = [
     "multiscale_advantages",
     "overlong_penalty",
     "progress_advantage",
+    "range_sum",
     "ratio_diagnostics",
     "returns",
     "segment_first",
@@ -94,6 +103,7 @@ __all__ = [
     "segment_max",
     "segment_mean",
     "segment_min",
+    "segment_ranges",
     "segment_sum",
     "sequence_ids",
     "sequence_mean",

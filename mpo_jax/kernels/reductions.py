@@ -8,6 +8,8 @@ from mpo_jax.kernels.checks import Scalar
 from mpo_jax.kernels.segments import Reduce, masked, segment_sum, slots
 from mpo_jax.types import Array
 
+_BLOCK = 32  # tokens; a sum's error is that of adding about as many
+
 
 def segment_min(
     x: Shaped[Array, "T"], ids: Int[Array, "T"], mask: Bool[Array, "T"], num_segments: int
@@ -63,6 +65,58 @@ def bottom_mean(share: float) -> Reduce:
         return total / jnp.maximum(_sizes(ids, kept, num_segments), 1.0)
 
     return reduce
+
+
+def segment_ranges(
+    ids: Int[Array, "T"], mask: Bool[Array, "T"], num_segments: int
+) -> tuple[Int[Array, "K"], Int[Array, "K"]]:
+    """Places of each segment's first and last token that the mask keeps; 0 and -1 of an empty one.
+
+    Arguments as `segment_sum`.
+    """
+    where, places = slots(ids, ids, mask, num_segments), jnp.arange(len(ids))
+    first = jax.ops.segment_min(places, where, num_segments + 1)[:num_segments]
+    last = jax.ops.segment_max(places, where, num_segments + 1)[:num_segments]
+    present = first <= last
+    return jnp.where(present, first, 0), jnp.where(present, last, -1)
+
+
+def range_sum(first: Int[Array, "K"], last: Int[Array, "K"]) -> Reduce:
+    """`segment_sum` over known ranges: where the segments of many losses are the same, twice as fast on a CPU.
+
+    Sums are differences of running sums inside blocks of 32 tokens, and of blocks, so that their error does not grow
+    with the row. A NaN spreads over its block.
+
+    Args:
+      first: [K] from `segment_ranges`, once a batch; K bounds the ids.
+      last: [K].
+
+    Returns:
+      A `Reduce` for ids whose tokens lie together, as those of turns and sequences do.
+    """
+
+    def reduce(x: Array, ids: Array, mask: Array, num_segments: int) -> Array:
+        sums = _range_sums(masked(x, mask), first, last)
+        # Written by a scatter, or XLA works a segment's sum out anew for each token that it is spread to.
+        return jnp.zeros_like(sums).at[jnp.arange(len(sums))].set(sums, unique_indices=True)
+
+    return reduce
+
+
+def _range_sums(x: Array, first: Array, last: Array) -> Array:
+    """Σ_{t=first}^{last} x_t of each range [K], 0 where last < first."""
+    num_blocks = -(-len(x) // _BLOCK)
+    blocks = jnp.pad(x, (0, num_blocks * _BLOCK - len(x))).reshape(num_blocks, _BLOCK)
+    running = jnp.matmul(blocks, jnp.triu(jnp.ones((_BLOCK, _BLOCK), x.dtype)), precision="highest")
+    up_to = running.ravel()
+    before = up_to[first] - x[first]
+    at_first, at_last = first // _BLOCK, last // _BLOCK
+    sums = up_to[last] - before
+    if num_blocks > 1:
+        rest = running[at_first, -1] - before
+        between = _range_sums(running[:, -1], at_first + 1, at_last - 1)
+        sums = jnp.where(at_first == at_last, sums, rest + between + up_to[last])
+    return jnp.where(first <= last, sums, 0.0)
 
 
 def _weighted_mean(weight) -> Reduce:
