@@ -1,6 +1,9 @@
 """Log-prob and entropy from hidden states, value and gradient, beside TRL's chunked kernel and whole logits."""
 
 import functools
+import json
+import pathlib
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -44,15 +47,33 @@ def case(num_tokens: int, width: int, vocabulary: int, dtype: str, repeats: int)
     head = rng.normal(size=(width, vocabulary)).astype(np.float32) / width**0.5
     targets = rng.integers(0, vocabulary, num_tokens)
     data = jnp.asarray(hidden, dtype), jnp.asarray(head, dtype), jnp.asarray(targets, jnp.int32)
-    ours = {f"mpo_jax, tiles of {tile:,}": functools.partial(by_tiles(tile), *data) for tile in TILES}
+    programs = {f"mpo_jax, tiles of {tile:,}": by_tiles(tile).lower(*data).compile() for tile in TILES}
+    ours = {name: functools.partial(program, *data) for name, program in programs.items()}
+    beyond = {name: functools.partial(temporary_bytes, program) for name, program in programs.items()}
     tensors = [torch.tensor(x).to(getattr(torch, dtype)).requires_grad_() for x in (hidden, head.T.copy())]
     labels = torch.tensor(targets)
+    results = sum(x.nbytes for x in data[:2])
     return measure.Case(
         f"linear log-probs N={num_tokens} D={width} V={vocabulary:,} {dtype}",
         ours | {"TRL, chunks": lambda: trl(*tensors, labels)},
         repeats,
-        result_bytes=sum(x.nbytes for x in data[:2]),
+        beyond | {"TRL, chunks": lambda: torch_peak_bytes(lambda: trl(*tensors, labels)) - results},
     )
+
+
+def temporary_bytes(program: jax.stages.Compiled) -> int:
+    return program.memory_analysis().temp_size_in_bytes
+
+
+def torch_peak_bytes(contestant: Callable[[], object]) -> int:
+    """Most that torch holds at once while it runs, results included, by its profiler's account."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        contestant()
+    with tempfile.TemporaryDirectory() as folder:
+        trace = pathlib.Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(trace))
+        events = [x for x in json.loads(trace.read_text())["traceEvents"] if x["name"] == "[memory]"]
+    return int(np.cumsum([x["args"]["Bytes"] for x in sorted(events, key=lambda x: x["ts"])]).max())
 
 
 def temporaries(head: tuple[int, int, int, str]) -> str:
@@ -62,6 +83,6 @@ def temporaries(head: tuple[int, int, int, str]) -> str:
     shapes.append(jax.ShapeDtypeStruct((num_tokens,), jnp.int32))
     programs = {f"by tiles of {tile:,}": by_tiles(tile) for tile in TILES}
     programs["without"] = jax.jit(jax.grad(functools.partial(objective, whole), (0, 1)))
-    sizes = {name: f.lower(*shapes).compile().memory_analysis().temp_size_in_bytes for name, f in programs.items()}
+    sizes = {name: temporary_bytes(program.lower(*shapes).compile()) for name, program in programs.items()}
     said = ", ".join(f"{size / 1e6:,.1f} MB {name}" for name, size in sizes.items())
     return f"Temporaries as compiled, (N, D, V, dtype) = {head}: {said}."

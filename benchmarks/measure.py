@@ -1,6 +1,5 @@
 """Measuring in turns: every contestant runs once before any runs again, so that load meets them alike."""
 
-import ctypes
 import dataclasses
 import os
 import pathlib
@@ -23,25 +22,25 @@ class Case:
       name: of the case.
       contestants: what to run, by name.
       repeats: runs of each, after one that compiles.
-      result_bytes: of the results that every contestant leaves; not None measures peaks of memory beyond them.
+      beyond: bytes that a contestant needs at once beyond its inputs and results, by name; found after the runs.
     """
 
     name: str
     contestants: dict[str, Callable[[], Any]]
     repeats: int
-    result_bytes: int | None = None
+    beyond: dict[str, Callable[[], int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One contestant: seconds of each run, the median of processor time relative to ours, memory beyond its results."""
+    """One contestant: seconds of each run, the median of processor time relative to ours, memory as `Case.beyond`."""
 
     case: str
     contestant: str
     seconds: list[float]
     wall_seconds: list[float]
     times_ours: float
-    peak_bytes: int | None = None
+    beyond: int | None = None
 
 
 def run(case: Case) -> list[Row]:
@@ -56,22 +55,11 @@ def run(case: Case) -> list[Row]:
             seconds[name].append(time.process_time() - processor)
             walls[name].append(time.perf_counter() - wall)
     ours = statistics.median(next(iter(seconds.values())))
-    peaks = dict.fromkeys(case.contestants)
-    if case.result_bytes is not None:
-        peaks = {name: peak_bytes(run_once) - case.result_bytes for name, run_once in case.contestants.items()}
+    beyond = {name: found() for name, found in case.beyond.items()}
     return [
-        Row(case.name, name, seconds[name], walls[name], statistics.median(seconds[name]) / ours, peaks[name])
+        Row(case.name, name, seconds[name], walls[name], statistics.median(seconds[name]) / ours, beyond.get(name))
         for name in case.contestants
     ]
-
-
-def peak_bytes(contestant: Callable[[], Any]) -> int:
-    """Peak of resident memory while it runs, over what was resident before; its results count."""
-    ctypes.CDLL(None).malloc_trim(0)
-    before = _status("VmRSS")
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak
-    jax.block_until_ready(contestant())
-    return _status("VmHWM") - before
 
 
 def table(rows: list[Row]) -> str:
@@ -83,8 +71,8 @@ def table(rows: list[Row]) -> str:
     for row in rows:
         low, mid, high = (1e3 * f(row.seconds) for f in (min, statistics.median, max))
         wall = 1e3 * statistics.median(row.wall_seconds)
-        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 1e6:,.0f}"
-        numbers = f"{mid:,.2f} [{low:,.2f}, {high:,.2f}] | {wall:,.2f} | {row.times_ours:,.2f} | {peak}"
+        beyond = "" if row.beyond is None else f"{row.beyond / 1e6:,.1f}"
+        numbers = f"{mid:,.2f} [{low:,.2f}, {high:,.2f}] | {wall:,.2f} | {row.times_ours:,.2f} | {beyond}"
         lines.append(f"| {row.case} | {row.contestant} | {numbers} |")
     return "\n".join(lines)
 
@@ -98,8 +86,3 @@ def machine() -> str:
         f"{model}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores, load {load} (1/5/15 minutes), "
         f"Python {platform.python_version()}, jax {jax.__version__}, on {jax.default_backend()}"
     )
-
-
-def _status(field: str) -> int:
-    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
