@@ -84,7 +84,7 @@ def kl_k1(logprobs: Float[Array, "*n"], ref_logprobs: Float[Array, "*n"]) -> Flo
 
 
 def kl_k2(logprobs: Float[Array, "*n"], ref_logprobs: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """½x² with x = log π_ref − log π: biased for KL(π‖π_ref), but as a loss its gradient is that KL's (on-policy)."""
+    """½x² with x = log π_ref − log π: biased for KL(π‖π_ref); a loss with this reverse KL's gradient, on-policy."""
     return 0.5 * kl_k1(logprobs, ref_logprobs) ** 2
 
 

@@ -35,7 +35,7 @@ def importance_ratio(
       anchor_logprobs: [T] under the policy that the ratio is against.
       ids: [T] segment of each token, from a granularity, -1 on padding.
       mask: [T] action tokens.
-      reduce: how a segment's log-ratios become one.
+      reduce: how a segment's log-ratios become one; `range_sum` is `segment_sum` where first and last tokens are known.
 
     Returns:
       [T] ratios; exactly 1 and without gradient off the mask. Non-finite log-probs on it stay visible.

@@ -85,6 +85,13 @@ def test_ratio_diagnostics_by_turn_length():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
 
 
+def test_bug_085_the_mismatch_is_measured_without_the_ratios_clamp():
+    mask, turns, zeros = np.ones((1, 2), bool), np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32)
+    behavior = one(-25, 0)  # a log-ratio of 25, where ratios are clamped at 20
+    found = kernels.ratio_diagnostics(zeros + 1, zeros, zeros, behavior, mask, turns, epsilon_low=0.2, epsilon_high=0.2)
+    np.testing.assert_allclose(found["behavior_kl"], (np.exp(25.0) - 25 - 1) / 2, rtol=1e-5)
+
+
 def test_turn_length_bins():
     lengths = [1, 4, 5, 16, 17, 64, 65, 90]
     turns = np.repeat(np.arange(8), lengths)

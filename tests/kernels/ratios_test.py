@@ -91,7 +91,7 @@ def test_gspo_gradient_is_that_of_the_differentiable_geometric_mean():
     np.testing.assert_allclose(ours, original, rtol=1e-6)
 
 
-def test_the_clamp_stops_no_gradient_and_hides_no_nan():
+def test_bug_077_the_clamp_hides_no_nan_and_stops_no_gradient():
     mask, ids = np.ones(3, bool), np.zeros(3, np.int32)
     lp, anchor = f32(50, 0, 0), f32(0, 0, 0)
     np.testing.assert_allclose(product(lp, anchor, ids, mask), np.exp(20.0), rtol=1e-6)

@@ -113,6 +113,17 @@ def test_bug_030_packed_episodes_do_not_leak():
     np.testing.assert_allclose(found, [1, 1, 5, 5])
 
 
+def test_bug_031_a_truncated_episode_bootstraps_and_a_finished_one_ends():
+    values, mask = f32(0.1, 0.2, 0.3), bools(1, 1, 1)
+    data, boot = (f32(0, 0, 0), values, mask, ids(0, 0, 0)), f32(0.8, 0.8, 0.8)
+    for found in (
+        token_gae(*data, lambda_=1.0, bootstrap_values=boot),
+        kernels.turn_advantages(*data[:3], ids(0, 1, 2), lambda_turn=1.0, bootstrap_values=boot),
+    ):
+        np.testing.assert_allclose(found, [0.7, 0.6, 0.5], rtol=1e-6)
+    np.testing.assert_allclose(token_gae(*data, lambda_=1.0), -values, rtol=1e-6)
+
+
 def test_bug_033_truncation_bootstraps_with_the_state_after():
     data = f32(0), f32(0.3), bools(1), ids(0)
     np.testing.assert_allclose(token_gae(*data, lambda_=0.9, bootstrap_values=f32(0.8)), [0.5], rtol=1e-6)
