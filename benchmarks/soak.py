@@ -8,14 +8,19 @@ Whenever some more groups have been stored, a worker or the learner is killed wi
 lease, or, in a process of its own, than it may. The store has no process: whoever has its file open may be killed in
 the middle of a commit. At the end, what the learner's checkpoint says that it trained on is counted: by id, none is
 missing or there twice. So that a leak would show, the last worker is spared, and the learner in the second half.
+
+With `--ray` the workers are actors on Ray, and the desk, the process that has the store open for them, is killed too.
 """
 
 import collections
 import contextlib
+import dataclasses
 import json
 import multiprocessing
+import os
 import random
 import resource
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,26 +28,50 @@ from pathlib import Path
 
 from absl import app, flags
 
-from benchmarks.soak_roles import GROUP_SIZE, GROUPS_PER_STEP, learn, work
+from benchmarks.soak_roles import GROUP_SIZE, GROUPS_PER_STEP, host, learn, work
 from mpo_jax.store.sqlite import EpisodeStore
 
 MINUTES = flags.DEFINE_float("minutes", 20.0, "How long.", lower_bound=0)
 WORKERS = flags.DEFINE_integer("workers", 4, "Workers side by side.", lower_bound=2)
 SEED = flags.DEFINE_integer("seed", 0, "Of what fails when.")
+RAY = flags.DEFINE_bool("ray", False, "Workers on a Ray cluster of this machine.")
 FOLDER = flags.DEFINE_string("folder", None, "Of the run; a temporary one by default.")
 OUTPUT = flags.DEFINE_string("output", "benchmarks/results", "Folder of the table.")
 
+ROLES = {"learn": "learner", "work": "worker", "desk": "desk"}
 DEADLOCK_SECONDS = 60.0  # without a step or a stored group, after which all is taken to stand still
 
 
 def start(role: Callable, *arguments) -> multiprocessing.Process:
     """A process of its own, forked: it may be killed at any moment and is back at once."""
-    process = multiprocessing.get_context("fork").Process(target=role, args=arguments)
+    process = multiprocessing.get_context("fork").Process(target=role, args=arguments, name=role.__name__)
     process.start()
     return process
 
 
-def memory(process: multiprocessing.Process) -> float:
+@dataclasses.dataclass(frozen=True)
+class Actor:
+    """A process that Ray starts anew by itself; a file says which it is at the moment."""
+
+    file: Path
+    name: str
+
+    @property
+    def pid(self) -> int:
+        return int(self.file.read_text() or 0) if self.file.exists() else 0
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid or 2**22, signal.SIGKILL)  # no process has that number
+
+    def is_alive(self) -> bool:
+        return True
+
+    def join(self) -> None:
+        pass
+
+
+def memory(process: multiprocessing.Process | Actor) -> float:
     """MB that a process holds; 0 if it is gone."""
     try:
         pages = int(Path(f"/proc/{process.pid}/statm").read_text().split()[1])
@@ -54,10 +83,15 @@ def memory(process: multiprocessing.Process) -> float:
 class Attack:
     """All processes of the run, and what has happened to them."""
 
-    def __init__(self, folder: Path, seed: int, workers: int):
+    def __init__(self, folder: Path, seed: int, workers: int, ray: bool):
         self.folder, self.random, self.happened = folder, random.Random(seed), collections.Counter()
         self.learner = start(learn, folder, None)
-        self.workers = [start(work, folder, number, None) for number in range(workers)]
+        self.host = start(host, folder, workers) if ray else None
+        if ray:
+            self.workers = [Actor(folder / "desk.pid", "desk")]
+            self.workers += [Actor(folder / f"worker-{number}.pid", "work") for number in range(workers)]
+        else:
+            self.workers = [start(work, folder, number, None) for number in range(workers)]
         self.seen, self.seen_at, self.longest_wait = (0, 0), time.monotonic(), 0.0
 
     def look(self) -> tuple[int, int]:
@@ -85,23 +119,23 @@ class Attack:
     def strike(self, spare_learner: bool) -> None:
         """Kills one of those that are not spared."""
         if not spare_learner and self.random.random() < 0.2:
-            self.learner.kill()
-            self.happened["learner killed"] += 1
+            victim = self.learner
         else:
-            self.random.choice(self.workers[:-1]).kill()
-            self.happened["worker killed"] += 1
+            victim = self.random.choice(self.workers[:-1])
+        victim.kill()
+        self.happened[f"{ROLES[victim.name]} killed"] += 1
 
     def revive(self) -> None:
         """Starts anew whoever has gone, some of them on a full disk."""
         if not self.learner.is_alive():
-            self.learner = start(learn, self.folder, self._disk(self.learner, "learner"))
+            self.learner = start(learn, self.folder, self._disk(self.learner))
         for number, worker in enumerate(self.workers):
             if not worker.is_alive():
-                self.workers[number] = start(work, self.folder, number, self._disk(worker, "worker"))
+                self.workers[number] = start(work, self.folder, number, self._disk(worker))
 
-    def _disk(self, gone: multiprocessing.Process, role: str) -> int | None:
+    def _disk(self, gone: multiprocessing.Process) -> int | None:
         gone.join()
-        self.happened[f"{role} ended by itself"] += gone.exitcode > 0
+        self.happened[f"{ROLES[gone.name]} ended by itself"] += gone.exitcode > 0
         if self.random.random() >= 0.25:
             return None
         self.happened["disk full"] += 1
@@ -109,6 +143,9 @@ class Attack:
 
     def close(self) -> None:
         """Ends all."""
+        if self.host is not None:
+            self.host.terminate()  # which takes the cluster with it
+            self.host.join()
         for process in (self.learner, *self.workers):
             process.kill()
             process.join()
@@ -116,7 +153,7 @@ class Attack:
 
 def run(folder: Path, minutes: float) -> tuple[dict[str, float], list[tuple[float, ...]]]:
     """Lets everything run for the time given, and fail; what happened, and (minute, MB of …) over time."""
-    attack, begun, sizes = Attack(folder, SEED.value, WORKERS.value), time.monotonic(), []
+    attack, begun, sizes = Attack(folder, SEED.value, WORKERS.value, RAY.value), time.monotonic(), []
     deadline, trained_until = begun + 60 * minutes, 0
     try:
         while (now := time.monotonic()) < deadline:
@@ -185,8 +222,10 @@ def main(_):
     print(json.dumps(happened))
     output = Path(OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)
-    said = f"`python -m benchmarks.soak --minutes={MINUTES.value:g} --workers={WORKERS.value} --seed={SEED.value}`"
-    (output / "soak.md").write_text(f"{said}\n\n{table(happened, sizes)}\n")
+    said = f"`python -m benchmarks.soak --minutes={MINUTES.value:g} --workers={WORKERS.value} --seed={SEED.value}"
+    said += " --ray`" if RAY.value else "`"
+    name = "soak_ray.md" if RAY.value else "soak.md"
+    (output / name).write_text(f"{said}\n\n{table(happened, sizes)}\n")
 
 
 if __name__ == "__main__":

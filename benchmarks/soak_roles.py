@@ -5,6 +5,7 @@ import os
 import random
 import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import gymnasium
@@ -133,3 +134,26 @@ def learn(folder: Path, disk: int | None) -> None:
                 beside = checkpoint.with_suffix(".new")
                 beside.write_text(json.dumps([step, log.stat().st_size]))
                 beside.replace(checkpoint)
+
+
+def build(folder: str, number: int) -> tuple[Rollout, Callable]:
+    """A worker on Ray, which says which process it is."""
+    (Path(folder) / f"worker-{number}.pid").write_text(str(os.getpid()))
+    return make_rollout(isolated=False), lambda arrays: None
+
+
+def host(folder: Path, workers: int) -> None:
+    """The life of a process that has a cluster, workers on it, and says which process the desk is."""
+    import ray
+
+    from mpo_jax.rollout import fleet
+
+    fleet.connect("", workers=workers, object_bytes=0)
+    made = fleet.Fleet(*open_run(folder), VOCABULARY)
+    for number in range(workers):
+        made.start(make_terms(number), build, str(folder), number)
+    while True:
+        pid = ray.get(made.desk.__ray_call__.remote(lambda desk: os.getpid()))
+        (folder / "desk.pid").write_text(str(pid))
+        made.wait()
+        time.sleep(0.5)

@@ -136,6 +136,9 @@ class Fleet:
     """Workers of one learner, from `start` until `close`, wherever the cluster has room for them.
 
     Those for which it has none yet wait for a machine to join; those whose machine leaves wait for another.
+
+    Attributes:
+      desk: the actor that has the store and the weights open for them.
     """
 
     def __init__(self, store: EpisodeStore, published: PublishedWeights, vocab_size: int):
@@ -143,7 +146,7 @@ class Fleet:
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         desk = ray.remote(Desk).options(num_cpus=0, max_restarts=-1, max_task_retries=-1, scheduling_strategy=here)
         self._store = store
-        self._desk = desk.remote(os.path.abspath(store.path), os.path.abspath(published.folder), vocab_size)
+        self.desk = desk.remote(os.path.abspath(store.path), os.path.abspath(published.folder), vocab_size)
         self._running: dict[ray.ObjectRef, tuple[str, Any]] = {}  # run -> name, all that a new life of it needs
 
     def start(self, terms: Terms, build: Callable[..., Any], *arguments: Any, gpus: float = 0.0) -> None:
@@ -156,7 +159,7 @@ class Fleet:
           gpus: that it sees, beside the one core that is set aside for it.
         """
         actor = ray.remote(Worker).options(num_cpus=1, num_gpus=gpus, max_restarts=MAX_RESTARTS, max_task_retries=-1)
-        worker = actor.remote(self._desk, build, *arguments)
+        worker = actor.remote(self.desk, build, *arguments)
         self._running[worker.run.remote(terms)] = terms.owner, (worker, arguments)
 
     def wait(self) -> None:

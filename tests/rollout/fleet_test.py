@@ -76,7 +76,7 @@ def test_BUG_139_killed_sleeping_and_broken_workers_hold_nobody_up(cluster, tmp_
         made.start(dataclasses.replace(TERMS, owner=f"worker-{number}"), build, fault, str(tmp_path))
     published.publish({"w": np.ones(2)}, 0)
     groups = await_groups(made, store, 12, 0)
-    os.kill(ray.get(made._desk.__ray_call__.remote(lambda desk: os.getpid())), signal.SIGKILL)  # it comes back
+    os.kill(ray.get(made.desk.__ray_call__.remote(lambda desk: os.getpid())), signal.SIGKILL)  # it comes back
     published.publish({"w": np.ones(2)}, 1)
     groups += await_groups(made, store, 12, 1) + await_groups(made, store, 12, 2)
 
