@@ -6,6 +6,7 @@ import dataclasses
 import os
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,15 +52,19 @@ def join(coordinator: str | None, num_processes: int | None, process_id: int | N
 
 
 @contextlib.contextmanager
-def leave_when_lost() -> Iterator[None]:
-    """Ends this process at once, its last line saying why, where another process is lost.
+def ended_at_once() -> Iterator[None]:
+    """Of several processes, ends one that fails, or that has lost another, at once; its last line says why.
 
-    Nothing is closed: writing out a checkpoint, or leaving `jax.distributed`, would wait for the lost one.
+    Nothing is closed: writing out a checkpoint, or leaving `jax.distributed`, would wait for the others.
     """
     try:
         yield
-    except ProcessLost as lost:
-        print(f"{lost}\nThe same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
+    except Exception as error:
+        if jax.process_count() == 1:
+            raise
+        if not isinstance(error, ProcessLost):
+            traceback.print_exception(error)
+        print(f"{error}\nThe same command goes on from the last checkpoint.", file=sys.stderr, flush=True)
         if jax.process_index() == 0:
             time.sleep(FAREWELL)
         os._exit(1)

@@ -48,16 +48,22 @@ COORDINATOR = flags.DEFINE_string("coordinator", None, "host:port of process 0, 
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many processes train together, on a shared workdir.")
 PROCESS_ID = flags.DEFINE_integer("process_id", None, "Which of them this is.")
 PATIENCE = flags.DEFINE_float("patience", 60.0, "Seconds that processes with episodes wait for those without.")
-TIMEOUT = flags.DEFINE_float("timeout", 100.0, "Seconds without a sign of another process after which this one ends.")
+TIMEOUT = flags.DEFINE_float("timeout", 100.0, "Seconds without a sign of life of another after which this one ends.")
+SILENCE = flags.DEFINE_float("silence", 1800.0, "Seconds that a living one may take to come to where others wait.")
 
 
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
     processes.join(COORDINATOR.value, NUM_PROCESSES.value, PROCESS_ID.value, TIMEOUT.value)
-    config, workdir = CONFIG.value, Path(WORKDIR.value)
+    with processes.ended_at_once():
+        train(CONFIG.value, Path(WORKDIR.value))
+
+
+def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
+    """The part of a run that this process has, to its end."""
     parts.settle_groups(config, parts.make_algorithm(config))
-    cluster = meshes.make_cluster(config, patience=PATIENCE.value, timeout=TIMEOUT.value)
+    cluster = meshes.make_cluster(config, patience=PATIENCE.value, timeout=SILENCE.value)
     share = processes.Share(cluster.index, cluster.count)
     whole, config = config, share.part(config)
     settings = parts.make_settings(config)
@@ -81,7 +87,7 @@ def main(_):
     log = make_log(home, config, model, state, quiet=cluster.index > 0)
     with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
         loop = Loop(learner, store, published, checkpoints, log, worker.wait, evaluate, should_stop)
-        with processes.leave_when_lost(), cluster.connected():
+        with cluster.connected():
             state = loop.run(state)
     log.close()
     if cluster.index == 0:

@@ -32,7 +32,7 @@ class Cluster:
     Attributes:
       mesh: over the devices of all processes; None for one device.
       patience: seconds that processes with a batch wait for those without, which then take part with empty rows.
-      timeout: seconds without an answer after which another process counts as lost.
+      timeout: seconds without an answer after which another process counts as lost, though it may live.
     """
 
     mesh: Mesh | None = None

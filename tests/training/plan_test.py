@@ -68,6 +68,8 @@ def test_the_estimate_of_qwen3_4b_on_four_chips():
     assert report["arguments"] == pytest.approx(24.1e9, rel=0.01)
     assert report["hbm"] == 95e9 and report["fits"]
     assert report["hbm_spare"] == pytest.approx(1 - report["peak"] / 95e9)
+    assert report["peak"] - report["arguments"] == pytest.approx(1.2 * report["temporaries"])
+    assert "1.2 times the temporaries" in plan.table(report)
     # 6 · (policy with head + critic without) + 2 · 6 · 36 · 32 · 128 · 1024
     assert report["flops_per_token"] == 6 * (2 * 4_022_272_000 - 151_936 * 2560) + 2 * 6 * 36 * 4096 * 1024
     # 4 devices at 459e12 FLOP/s and 10,000 tokens/s
@@ -111,3 +113,15 @@ def test_parameters_are_those_of_the_model():
     # The norms, and the embedding as a head: it is counted once where it is tied.
     norms = sum(np.prod(x.shape) for x in shapes if x.ndim == 1)
     assert plan.active_parameters(config) == sum(np.prod(x.shape) for x in shapes) - norms
+
+
+def test_copies_in_another_layout():
+    """On 2 devices: queries [3,8,256] and both moments, 3 · 24,576 bytes; 2 of [64,32] filled up to 128, 2 · 32,768."""
+    mesh = jax.sharding.AbstractMesh((1, 2, 1, 1), ("data", "fsdp", "tensor", "expert"))
+    shapes = {
+        "blocks": {"attention": {"query": {"kernel": (3, 16, 256)}, "output": {"kernel": (3, 256, 256)}}},
+        "embedding": {"embedding": (64, 64)},
+        "final_norm": {"scale": (64,)},
+    }
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x, np.float32), shapes, is_leaf=lambda x: isinstance(x, tuple))
+    assert plan.layout_copies(plan.placed(mesh, state)) == 3 * 24_576 + 2 * 32_768
