@@ -197,9 +197,17 @@ def test_an_automatic_coordinator_needs_a_known_cluster(monkeypatch):
         join("auto", None, None, 10.0)
 
 
-def start(index, count, port, path, mesh):
+def slurm(index, count, port):
+    """What Slurm tells the tasks of a job on one machine."""
+    found = {"SLURM_JOB_ID": 7, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": count, "SLURM_PROCID": index}
+    found |= {"SLURM_LOCALID": index, "JAX_COORDINATOR_PORT": port}
+    return {name: str(value) for name, value in found.items()}
+
+
+def start(index, count, port, path, mesh, auto):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    arguments = [str(index), str(count), f"127.0.0.1:{port}", str(path), mesh]
+    environment |= slurm(index, count, port) if auto else {}
+    arguments = [str(index), str(count), "auto" if auto else f"127.0.0.1:{port}", str(path), mesh]
     return subprocess.Popen(
         [sys.executable, "-m", "training.processes_program", *arguments],
         cwd=ROOT,
@@ -216,9 +224,9 @@ def free_port():
         return found.getsockname()[1]
 
 
-def run(count, path, mesh=""):
+def run(count, path, mesh, auto):
     port = free_port()
-    processes = [start(index, count, port, path, mesh) for index in range(count)]
+    processes = [start(index, count, port, path, mesh, auto) for index in range(count)]
     try:
         outputs = [process.communicate(timeout=600)[0] for process in processes]
     finally:
@@ -228,14 +236,15 @@ def run(count, path, mesh=""):
 
 
 @pytest.mark.slow
-def test_two_processes_or_a_mesh_train_as_one_device_does(tmp_path):
-    """Two updates of MPO by policy and critic: of groups 0 to 3, two in each process; of two that one process has.
+def test_bug_157_160_four_processes_or_a_mesh_train_as_one_device_does(tmp_path):
+    """Two updates of MPO by policy and critic: of groups 0 to 3, divided; of two that the first process has.
 
-    The second process comes a second late to the first step, and has nothing in the second. The mesh has 4 devices.
+    The others come a second late to the first step, and have nothing in the second, in which they take part with rows
+    of padding. The mesh has 4 devices. The four find each other by what Slurm tells them.
     """
-    kinds = {"one": (1, ""), "two": (2, ""), "mesh": (1, "fsdp=2,tensor=2")}
-    for name, (count, mesh) in kinds.items():
-        codes, outputs = run(count, tmp_path / f"{name}.npz", mesh)
+    kinds = {"one": (1, "", False), "four": (4, "", True), "mesh": (1, "fsdp=2,tensor=2", False)}
+    for name, (count, mesh, auto) in kinds.items():
+        codes, outputs = run(count, tmp_path / f"{name}.npz", mesh, auto)
         assert codes == [0] * count, outputs
     one, *others = (np.load(tmp_path / f"{name}.npz") for name in kinds)
     assert one["numbers"][:, 2].tolist() == [16, 8], "episodes of all processes"

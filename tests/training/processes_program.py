@@ -1,6 +1,7 @@
 """A program: one of several processes that train together, each with its own episodes. Run by cluster_test.
 
-Arguments: this process, how many there are, the coordinator, a file for what the first ends with, and the mesh.
+Arguments: this process, how many there are, the coordinator ("auto": this and that are in the environment too), a file
+for what the first ends with, and the mesh.
 """
 
 import sys
@@ -21,7 +22,7 @@ def main():
     index, count, coordinator, path, mesh = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:]
     jax.config.update("jax_disable_most_optimizations", True)
     if count > 1:
-        processes.join(coordinator, count, index, TIMEOUT)
+        processes.join(coordinator, *((None, None) if coordinator == "auto" else (count, index)), TIMEOUT)
     config = runs.config(
         row_tokens=64, row_sequences=4, context_length=64, minibatches=1, value_pretraining_steps=0, mesh=mesh
     )
