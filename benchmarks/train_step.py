@@ -48,7 +48,8 @@ def ours(config, params, batch, targets):
     from mpo_jax import algorithms
     from mpo_jax.models.actor_critic import Models
     from mpo_jax.training.optimizers import make_optimizer
-    from mpo_jax.training.step import Optimizers, initial_state, make_train_step
+    from mpo_jax.training.state import Optimizers, initial_state
+    from mpo_jax.training.step import make_train_step
 
     algorithm = algorithms.from_config("dapo", epsilon_low=CLIP, epsilon_high=CLIP)
     optimizer = make_optimizer("adamw", RATE, max_grad_norm=NORM, b2=BETAS[1], weight_decay=DECAY)
