@@ -80,7 +80,8 @@ def _both_scales(
 ) -> tuple[Array, Array]:
     """A^turn, to be read at a turn's first action, and A^intra: λ-returns less V, G_i = r_i + H_{i+1}.
 
-    H_i = (1 − λ_i) V_i + λ_i G_i is what action i hands back to the one before it; a sequence's first hands back 0.
+    H_i = (1 − λ_i) V_i + λ_i G_i is what action i hands back to the one before it, λ_i that of the border between them;
+    a sequence's first action hands back 0, and whatever is no action hands on what it got.
     """
 
     def step(ahead: tuple, now: tuple) -> tuple[tuple, tuple]:
