@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import environments, parts, run_files
+from experiments import environments, parts, playing, run_files, workdirs
 from mpo_jax import evaluation
 from mpo_jax.environments.questions import Question
 from mpo_jax.environments.search import SearchEnvironment
@@ -76,12 +76,12 @@ def main(_):
         return
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
-    config = parts.read_config(workdir)
-    parts.change(config, SET.value)
+    config = workdirs.read_config(workdir)
+    workdirs.change(config, SET.value)
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
-    rollout = parts.make_rollout(
+    rollout = playing.make_rollout(
         config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 1
     )
     arrays, version = PublishedWeights(workdir / "weights").load()
@@ -89,7 +89,7 @@ def main(_):
     table = {}
     for name, params in policies.items():
         rollout.engine.load(params, version)
-        episodes = parts.play(rollout, len(asked))
+        episodes = playing.play(rollout, len(asked))
         returns = [sum(episode.rewards) for episode in episodes]
         table[name] = rates(evaluation.success(np.reshape(returns, (len(asked), -1))))
         table[name] |= run_files.retrieved(episodes, config.documents.qrels)

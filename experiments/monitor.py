@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from absl import app, flags, logging
 
-from experiments import environments, parts
+from experiments import environments, parts, playing, workdirs
 from mpo_jax import evaluation
 from mpo_jax.models import pretrained, weights
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
@@ -34,17 +34,17 @@ def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
-    config = parts.read_config(workdir)
+    config = workdirs.read_config(workdir)
     model = pretrained.load(config.model)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
-    rollout = parts.make_rollout(
+    rollout = playing.make_rollout(
         config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 1
     )
     engine = MonitoredEngine(rollout.engine, model.config, model.params, flag=lambda scores: False)
     arrays, version = PublishedWeights(workdir / "weights").load()
     engine.load(weights.unflatten(model.params, arrays), version)
-    episodes = [e for e in parts.play(dataclasses.replace(rollout, engine=engine), len(asked)) if e.tokens]
+    episodes = [e for e in playing.play(dataclasses.replace(rollout, engine=engine), len(asked)) if e.tokens]
     success = evaluation.success(np.array([sum(e.rewards) for e in episodes]))
     table = {"episodes": len(episodes), "version": version, "success": float(success.mean())}
     tasks, spent = [e.task_id for e in episodes], [turn_tokens(e) for e in episodes]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from experiments import environments, parts
+from experiments import environments, parts, playing, workdirs
 from experiments.processes import Share
 from mpo_jax.rollout.worker import run_worker, stop_on_signals
 from mpo_jax.store.sqlite import EpisodeStore
@@ -27,11 +27,11 @@ def main(_):
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     share = Share.parse(SHARE.value)
-    config = share.part(parts.read_config(workdir))
+    config = share.part(workdirs.read_config(workdir))
     model = parts.load_model(config)
     published = PublishedWeights(workdir / "weights")
     setting = environments.build(config, model.tokenizer)
-    rollout, restore = parts.make_training_rollout(config, model, setting, published)
+    rollout, restore = playing.make_training_rollout(config, model, setting, published)
     rollout = dataclasses.replace(rollout, share=(share.index, share.count))
     store = EpisodeStore(share.home(workdir) / "episodes.sqlite", vocab_size=model.config.vocab_size)
     with stop_on_signals() as should_stop:
@@ -39,7 +39,7 @@ def main(_):
             rollout,
             store,
             published,
-            parts.make_terms(config, WORKER.value),
+            playing.make_terms(config, WORKER.value),
             should_stop=should_stop,
             restore=restore,
             parent=PARENT.value,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from experiments import environments, parts
+from experiments import environments, parts, playing, workdirs
 from mpo_jax.models import weights
 from mpo_jax.scoring import study
 from mpo_jax.store.weights import PublishedWeights
@@ -27,17 +27,17 @@ SAMPLES = flags.DEFINE_integer("samples", 8, "Episodes a question.", lower_bound
 
 def measure(workdir: Path) -> dict:
     """Plays and scores the newest policy of a run."""
-    config = parts.read_config(workdir)
+    config = workdirs.read_config(workdir)
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks("held_out", QUESTIONS.value)
-    rollout = parts.make_rollout(
+    rollout = playing.make_rollout(
         config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 2
     )
     arrays, version = PublishedWeights(workdir / "weights").load()
     policy = study.with_params(model, weights.unflatten(model.params, arrays))
     rollout.engine.load(policy.params, version)
-    found = study.score_episodes(parts.play(rollout, len(asked)), policy, model)
+    found = study.score_episodes(playing.play(rollout, len(asked)), policy, model)
     return {"algorithm": config.algorithm, "seed": config.seed, "step": version, **study.measure(found)}
 
 

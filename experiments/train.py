@@ -16,7 +16,7 @@ import ml_collections
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from experiments import adapters, environments, meshes, parts, processes, watching
+from experiments import adapters, environments, meshes, parts, playing, processes, watching, workdirs
 from experiments.workers import Cluster as Fleet
 from experiments.workers import InlineWorker, RayWorkers, WorkerProcess
 from mpo_jax.models.pretrained import Pretrained
@@ -71,14 +71,14 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     setting = environments.build(config, model.tokenizer)
     fleet = make_fleet(cluster)
     learner, state = make_learner(config, settings, model, cluster)
-    cluster.in_turn(lambda: parts.claim_workdir(workdir, whole))
+    cluster.in_turn(lambda: workdirs.claim(workdir, whole))
     home = share.home(workdir)
     home.mkdir(exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints", agree=cluster.all)
     state = parts.restore_state(checkpoints, state)
     store = EpisodeStore(home / "episodes.sqlite", vocab_size=model.config.vocab_size)
     published = PublishedWeights(workdir / "weights")
-    evaluate = parts.make_evaluate(config, model, setting, learner)
+    evaluate = playing.make_evaluate(config, model, setting, learner)
     worker = {
         "process": lambda: WorkerProcess(workdir, share),
         "inline": lambda: InlineWorker(config, model, setting, store, published, share),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from absl import app, flags, logging
 
-from experiments import parts
+from experiments import parts, workdirs
 from mpo_jax.models import pretrained
 from mpo_jax.models.tokenizer import pieces
 from mpo_jax.store.sqlite import EpisodeStore
@@ -45,7 +45,7 @@ def make_judge(config, model, workdir: Path):
 def main(_):
     logging.set_verbosity(logging.WARNING)
     workdir = Path(WORKDIR.value)
-    config = parts.read_config(workdir)
+    config = workdirs.read_config(workdir)
     model = pretrained.load(config.model)
     judge, step = make_judge(config, model, workdir) if CREDIT.value else (lambda episodes: {}, None)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import jax
 import ml_collections
 
-from experiments import engines, environments, parts
+from experiments import engines, environments, parts, playing
 from experiments.environments import Setting
 from experiments.processes import Share
 from mpo_jax.models.pretrained import Pretrained
@@ -71,7 +71,7 @@ class InlineWorker:
         share: Share,
     ):
         self.groups_per_step, self.store, self.published = config.groups_per_step, store, published
-        rollout, self.restore = parts.make_training_rollout(config, model, setting, published)
+        rollout, self.restore = playing.make_training_rollout(config, model, setting, published)
         self.rollout = dataclasses.replace(rollout, share=(share.index, share.count))
 
     def __enter__(self) -> "InlineWorker":
@@ -136,7 +136,7 @@ class RayWorkers:
         self.wait, config, model = self.fleet.wait, self.config.to_json(), ray.put(self.model)
         weights = os.path.abspath(self.published.folder)
         for number in range(self.cluster.workers):
-            terms = parts.make_terms(self.config, number)
+            terms = playing.make_terms(self.config, number)
             self.fleet.start(terms, build_remote, config, model, weights, gpus=self.cluster.gpus)
         return self
 
@@ -149,4 +149,4 @@ def build_remote(config: str, model: Pretrained, weights: str) -> tuple[Rollout,
     parts.keep_freed_memory()
     settings = ml_collections.ConfigDict(json.loads(config))
     setting = environments.build(settings, model.tokenizer)
-    return parts.make_training_rollout(settings, model, setting, PublishedWeights(weights))
+    return playing.make_training_rollout(settings, model, setting, PublishedWeights(weights))

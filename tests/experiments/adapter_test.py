@@ -3,7 +3,7 @@
 import pytest
 from training import runs
 
-from experiments import environments, parts
+from experiments import environments, playing
 
 
 def config(**section):
@@ -24,9 +24,9 @@ def test_episodes_of_functions_called_in_turn():
     pytest.importorskip("bfcl_eval", reason="needs bfcl-eval, of requirements-envs.txt")
     made = config(target="mpo_jax.environments.bfcl:Bfcl", seconds=120.0)
     setting = environments.build(made, runs.model().tokenizer)
-    rollout = parts.make_rollout(made, runs.model(), setting, group_size=2, seed=0)
+    rollout = playing.make_rollout(made, runs.model(), setting, group_size=2, seed=0)
     rollout.engine.load(runs.model().params, 0)
-    episodes = parts.play(rollout, 1)
+    episodes = playing.play(rollout, 1)
     assert len(episodes) == 2 and {e.task_id.rsplit("_", 1)[0] for e in episodes} == {"multi_turn_base"}
     assert all(e.rewards and sum(e.rewards) == 0 and "error" not in e.metadata for e in episodes)
 

@@ -13,7 +13,7 @@ from rollout.served import Served
 from tornado import web
 from training import runs
 
-from experiments import engines, environments, parts
+from experiments import engines, environments, playing
 from mpo_jax.models import huggingface, weights
 from mpo_jax.rollout.batcher import Batcher
 from mpo_jax.rollout.openai_engine import EngineRefused
@@ -56,9 +56,9 @@ def config(server, **section):
 def episodes(made, published, folder, versions):
     """Two groups of each version, as a worker makes them that finds one after the other published."""
     setting = environments.build(made, runs.model().tokenizer)
-    rollout, restore = parts.make_training_rollout(made, runs.model(), setting, published)
+    rollout, restore = playing.make_training_rollout(made, runs.model(), setting, published)
     store = EpisodeStore(folder)
-    terms = parts.make_terms(made, 0)
+    terms = playing.make_terms(made, 0)
     for step, version in enumerate(versions):
         arrays = weights.flatten(runs.model().params)
         published.publish({name: np.asarray(x) * (1 + version) for name, x in arrays.items()}, version)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments import environments, parts
+from experiments import environments, parts, playing
 from experiments.configs import search
 from mpo_jax import evaluation
 from mpo_jax.models import pretrained
@@ -41,14 +41,14 @@ def success_by_step(algorithm_name):
     )
     setting = environments.build(config, model.tokenizer)
     tasks = setting.fixed_tasks("train", QUESTIONS)
-    rollout = parts.make_rollout(
+    rollout = playing.make_rollout(
         config, model, setting, tasks=lambda group: tasks[group % QUESTIONS], group_size=samples, seed=0
     )
     state, successes = parts.make_state(config, model, algorithm, optimizers), []
     for step in range(STEPS):
         rollout.engine.load(state.policy, step)
         groups = range(step * QUESTIONS, (step + 1) * QUESTIONS)
-        episodes = parts.play_jobs(rollout, (job for group in groups for job in rollout.jobs(group)))
+        episodes = playing.play_jobs(rollout, (job for group in groups for job in rollout.jobs(group)))
         successes.append(evaluation.success(np.array([sum(episode.rewards) for episode in episodes])))
         state, _ = learner.update(state, episodes)
     assert learner.train_step._cache_size() == 1

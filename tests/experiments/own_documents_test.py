@@ -8,7 +8,7 @@ import sys
 import pytest
 from training import runs
 
-from experiments import environments, parts
+from experiments import environments, workdirs
 from mpo_jax.environments.judge import Judge
 from mpo_jax.models import weights
 from mpo_jax.store.weights import PublishedWeights
@@ -45,7 +45,7 @@ def config(files, **section):
 def test_evaluation_over_own_documents(files, tmp_path):
     """From files to episodes, recall and run files, with the model that a run has published."""
     made, workdir = config(files, index=str(tmp_path / "index"), snippet_tokens=8), tmp_path / "run"
-    parts.claim_workdir(workdir, made)
+    workdirs.claim(workdir, made)
     PublishedWeights(workdir / "weights").publish(weights.flatten(runs.model().params), 1)
     command = [sys.executable, "-m", "experiments.evaluate", f"--workdir={workdir}", "--questions=2", "--samples=2"]
     command += [f"--run_files={tmp_path / 'runs'}", f"--set=documents.held_out={files['queries']}", "--json"]
@@ -114,8 +114,8 @@ def test_the_judges_key_comes_from_the_environment(files, monkeypatch):
 
 def test_keys_are_changed_in_their_type():
     made = runs.config()
-    parts.change(made, ["documents.hits=7", "documents.format=gaia", "renaming=0.5", "seed=3"])
+    workdirs.change(made, ["documents.hits=7", "documents.format=gaia", "renaming=0.5", "seed=3"])
     assert (made.documents.hits, made.documents.format, made.renaming, made.seed) == (7, "gaia", 0.5, 3)
     for bad in ("documents.hits=x", "documents.htis=3", "nothing", "mpo.bootstrap_truncated=yes"):
         with pytest.raises(ValueError, match=rf"'{bad}' does not fit the run's config"):
-            parts.change(made, [bad])
+            workdirs.change(made, [bad])

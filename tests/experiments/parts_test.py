@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from training import runs
 
-from experiments import environments, parts
+from experiments import environments, parts, playing, workdirs
 from mpo_jax import algorithms
 from mpo_jax.models import pretrained
 from mpo_jax.rollout.monitor import MonitoredEngine
@@ -83,23 +83,23 @@ def test_settings_are_the_configs():
 
 
 def test_a_folder_of_another_run_names_the_key(tmp_path):
-    parts.claim_workdir(tmp_path / "run", runs.config())
-    parts.claim_workdir(tmp_path / "run", runs.config())
-    parts.claim_workdir(tmp_path / "run", runs.config(num_steps=99))  # a run may be made longer
+    workdirs.claim(tmp_path / "run", runs.config())
+    workdirs.claim(tmp_path / "run", runs.config())
+    workdirs.claim(tmp_path / "run", runs.config(num_steps=99))  # a run may be made longer
     with pytest.raises(ValueError, match=r"run belongs to another run: its seed is 0, here 1"):
-        parts.claim_workdir(tmp_path / "run", runs.config(seed=1))
+        workdirs.claim(tmp_path / "run", runs.config(seed=1))
     other = runs.config()
     other.mpo.beta = 0.0
     with pytest.raises(ValueError, match=r"its mpo is .*'beta': 1.0.* here .*'beta': 0.0"):
-        parts.claim_workdir(tmp_path / "run", other)
+        workdirs.claim(tmp_path / "run", other)
     with pytest.raises(ValueError, match="its algorithm is 'mpo', here 'gspo'"):
-        parts.claim_workdir(tmp_path / "run", runs.config(algorithm="gspo"))
+        workdirs.claim(tmp_path / "run", runs.config(algorithm="gspo"))
 
 
 def test_the_config_comes_back_from_the_folder(tmp_path):
     config = runs.config(algorithm="gspo")
-    parts.claim_workdir(tmp_path, config)
-    found = parts.read_config(tmp_path)
+    workdirs.claim(tmp_path, config)
+    found = workdirs.read_config(tmp_path)
     assert json.loads(found.to_json()) == json.loads(config.to_json())
     assert parts.make_algorithm(found).name == "gspo"
 
@@ -109,7 +109,7 @@ def test_a_folder_of_no_run_is_named(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=f"{tmp_path}: not the workdir of a run"):
-        parts.read_config(tmp_path)
+        workdirs.read_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", '{"seed": '])
@@ -117,7 +117,7 @@ def test_a_half_written_config_is_one_clear_error(tmp_path, text):
     """Killed while claiming."""
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ValueError, match=str(tmp_path)):
-        parts.claim_workdir(tmp_path, runs.config())
+        workdirs.claim(tmp_path, runs.config())
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -208,10 +208,10 @@ def test_the_first_state_is_the_warm_start_in_buffers_of_its_own():
 def test_a_monitor_reads_along_only_where_a_threshold_asks_for_it():
     config = runs.config()
     model = pretrained.load(config.model)
-    plain = parts.make_rollout(config, model, environments.build(config, model.tokenizer), group_size=1, seed=0)
-    assert parts.monitored(config, model, plain) is plain
+    plain = playing.make_rollout(config, model, environments.build(config, model.tokenizer), group_size=1, seed=0)
+    assert playing.monitored(config, model, plain) is plain
     config.monitor.threshold, config.monitor.stop = -0.1, True
-    watched = parts.monitored(config, model, plain)
+    watched = playing.monitored(config, model, plain)
     assert isinstance(watched.engine, MonitoredEngine) and watched.engine.num_slots == plain.engine.num_slots
     assert watched.limits == dataclasses.replace(plain.limits, flagged=True)
 
@@ -262,7 +262,7 @@ def test_staleness_settles_the_back_pressure(staleness, pending):
     parts.settle_groups(config, parts.make_algorithm(config))
     assert config.max_pending_groups == pending
     assert parts.make_settings(config).max_staleness == staleness
-    admission = parts.make_admission(config)
+    admission = playing.make_admission(config)
     assert (admission.groups_per_step, admission.max_staleness, admission.max_pending) == (2, staleness, pending)
 
 

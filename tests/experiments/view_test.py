@@ -9,7 +9,7 @@ import sys
 import pytest
 from training import runs
 
-from experiments import parts
+from experiments import workdirs
 from mpo_jax.models.tokenizer import pieces
 from mpo_jax.store.sqlite import EpisodeStore
 
@@ -20,7 +20,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 def show(tmp_path):
     """Writes the page of a run of two groups and returns its data."""
     config = runs.config(row_tokens=64, row_sequences=4, context_length=64)
-    parts.claim_workdir(tmp_path, config)
+    workdirs.claim(tmp_path, config)
     store = EpisodeStore(tmp_path / "episodes.sqlite")
     for group in runs.make_groups():
         store.add(group[0].group_id, group)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from models import tiny
 
-from experiments import environments, parts
+from experiments import environments, parts, playing
 from mpo_jax import algorithms
 from mpo_jax.models import layout, weights
 from mpo_jax.models.actor_critic import Models
@@ -88,9 +88,9 @@ def played():
     algorithm, optimizers = parts.make_algorithm(c), parts.make_optimizers(c)
     learner = Learner(algorithm, parts.make_models(c, model), optimizers, parts.make_settings(c))
     state = parts.make_state(c, model, algorithm, optimizers)
-    rollout = parts.make_rollout(c, model, environments.build(c, model.tokenizer), group_size=2, seed=0)
+    rollout = playing.make_rollout(c, model, environments.build(c, model.tokenizer), group_size=2, seed=0)
     rollout.engine.load(state.policy, 0)
-    return learner, state, [decode(encode(episode)) for episode in parts.play(rollout, 2)]
+    return learner, state, [decode(encode(episode)) for episode in playing.play(rollout, 2)]
 
 
 def test_bug_135_the_experts_of_the_rollout_are_those_of_the_update():
