@@ -84,7 +84,7 @@ def theirs(model, batch, targets):
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), NORM)
         optimizer.step()
-        return float(loss)
+        return loss.item()
 
     return once
 
