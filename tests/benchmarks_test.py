@@ -15,7 +15,7 @@ CASES = (
     lambda: linear_logprobs.case(4, 8, 2000, "float32", repeats=2),
     lambda: decode.turn("tiny", decode.tiny(), np.arange(10).reshape(2, 5), 4, repeats=2),
     lambda: decode.episodes("tiny", decode.tiny(), np.arange(12).reshape(2, 2, 3), 4, repeats=2),
-    lambda: train_step.case(decode.tiny(), 2, 32, repeats=2),
+    pytest.param(lambda: train_step.case(decode.tiny(), 2, 32, repeats=2), marks=pytest.mark.slow),
 )
 
 

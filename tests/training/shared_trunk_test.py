@@ -50,6 +50,7 @@ def by_hand(coefficient):
     return runs.shared_gradient(state.policy, state.critic, batch, targets, coefficient)
 
 
+@pytest.mark.slow
 def test_both_losses_reach_the_trunk():
     first, _, _ = ready()
     state, metrics = after(step, first)
