@@ -127,15 +127,17 @@ def test_a_run_repeats_bit_for_bit_and_goes_on_as_if_it_had_never_stopped(run, t
 def test_the_learner_refuses_ids_that_its_model_does_not_know(run, tmp_path, monkeypatch):
     """Another program, which knows no vocabulary, has added such a record: it is put aside and never trained on."""
 
-    def learn(learner, state, store, *rest, **named):
-        foreign = runs.make_episode(0, 0, [[runs.model().config.vocab_size]], [1.0])
-        EpisodeStore(store.path).add(0, [foreign])
-        assert store.take(1, 0) is None
-        ((group, member, reason),) = store.quarantined()
-        assert (group, member) == (0, 0) and "tokens of length 5 is wrong at index 3: expected ids in 0..399" in reason
-        return state
+    class Visited(train.Loop):
+        def run(self, state):
+            foreign = runs.make_episode(0, 0, [[runs.model().config.vocab_size]], [1.0])
+            EpisodeStore(self.store.path).add(0, [foreign])
+            assert self.store.take(1, 0) is None
+            ((group, member, reason),) = self.store.quarantined()
+            assert (group, member) == (0, 0)
+            assert "tokens of length 5 is wrong at index 3: expected ids in 0..399" in reason
+            return state
 
-    monkeypatch.setattr(train, "learn", learn)
+    monkeypatch.setattr(train, "Loop", Visited)
     assert "stopped" in run(tmp_path / "run")
 
 

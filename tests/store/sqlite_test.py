@@ -14,6 +14,7 @@ import pytest
 from mpo_jax.store import sqlite
 from mpo_jax.store.admission import Admission
 from mpo_jax.store.episode import Episode, InvalidEpisode
+from mpo_jax.store.schema import SCHEMA_VERSION
 from mpo_jax.store.sqlite import EpisodeStore, StoreError
 
 
@@ -190,7 +191,7 @@ def test_files_that_are_no_store_are_named(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["foreign.sqlite", "notes.txt", "old.sqlite"]
     with sqlite3.connect(tmp_path / "old.sqlite") as db:
         db.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreError, match="schema 99, expected at most 3"):
+    with pytest.raises(StoreError, match=f"schema 99, expected at most {SCHEMA_VERSION}"):
         EpisodeStore(tmp_path / "old.sqlite")
     with pytest.raises(StoreError, match="no such episode store"):
         EpisodeStore(tmp_path / "absent.sqlite", read_only=True)
