@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import threading
+import time
 import types
 
 import pytest
@@ -309,6 +310,23 @@ def test_a_slow_environment_holds_nobody_up():
     assert all("error" not in e.metadata for e in episodes) and engine.contexts == {}
 
 
+def test_a_deadline_that_passes_while_the_environment_is_at_work_waits_for_its_answer(clock):
+    class Slow(Waiting):
+        released = threading.Event()
+
+        def step(self, action):
+            answer = super().step(action)
+            if self.options.get("say") == "quick" and self.left == 0:
+                self.released.set()
+            return answer
+
+    engine = ScriptedEngine(say("a"), num_slots=2)
+    clock(engine)
+    jobs = [dataclasses.replace(job(0, turns=1, slow=True), deadline=1.5), job(1, turns=4, say="quick")]
+    slow, _ = sorted(run_episodes(engine, LETTERS, Slow, jobs, threads=2), key=lambda e: e.episode_id)
+    assert (slow.end_reason, slow.rewards) == ("terminated", [1.0])
+
+
 def test_threads_change_no_episode():
     jobs = [job(index, turns=1 + index % 3, fail={4: "step", 5: "reset"}.get(index)) for index in range(7)]
     expected = run(ScriptedEngine(random_words, num_slots=3), *jobs)
@@ -322,13 +340,15 @@ def test_told_to_stop_it_waits_for_the_environments_and_closes_them():
 
     class Telling(Counting):
         def step(self, action):
-            told.set()
-            log.append("steps")
+            if self.options.get("slow"):
+                told.set()
+                time.sleep(0.2)
+                log.append("answers")
             return super().step(action)
 
         def close(self):
             log.append("closes")
 
-    engine = ScriptedEngine(say("a"))
-    assert list(run_episodes(engine, LETTERS, Telling, [job(turns=9)], threads=1, should_stop=told.is_set)) == []
-    assert log[-1] == "closes" and set(log[:-1]) == {"steps"} and engine.contexts == {}
+    engine, jobs = ScriptedEngine(say("a"), context_length=10**6), [job(0, turns=2, slow=True), job(1, turns=10**5)]
+    assert list(run_episodes(engine, LETTERS, Telling, jobs, threads=2, should_stop=told.is_set)) == []
+    assert log == ["answers", "closes", "closes"] and engine.contexts == {}
