@@ -8,8 +8,9 @@ from collections.abc import Callable
 
 Grader = Callable[[str, str, str], bool]  # (question, response, right answer) -> whether the response is right
 
-_LABEL = re.compile(r"(?:exact|final)\s+answer\W{0,4}[:：](.*)", re.IGNORECASE)
-_BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
+_LABEL = re.compile(r"(?:exact|final)\s+answer\W{0,4}[:：]", re.IGNORECASE)
+_BRACES = re.compile(r"\\boxed\s*\{|[{}]")
+_AS_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _SEPARATORS = re.compile("[,;]")
 
 
@@ -34,13 +35,24 @@ def final_answer(response: str) -> str:
       response: the policy's last message.
 
     Returns:
-      What follows the last "Exact Answer:" or "Final answer:" up to the end of that line; else what the last
-      `\boxed{}` holds; else all of it.
+      Of what follows the last "Exact Answer:" or "Final answer:", else of all of it, what the last `\boxed{}` holds;
+      without one the first line that says something after the label, or all where there is no label.
     """
-    if labelled := _LABEL.findall(response):
-        return labelled[-1].strip().strip("*").strip()
-    boxed = _BOXED.findall(response)
-    return (boxed[-1] if boxed else response).strip()
+    *before, said = _LABEL.split(response)
+    if (boxed := _boxed(said)) is not None:
+        return boxed
+    return said.lstrip("* \t\r\n").partition("\n")[0].rstrip("* \t\r") if before else said.strip()
+
+
+def _boxed(text: str) -> str | None:
+    r"""What the `\boxed{}` that opens last holds, of those that are closed: braces inside it may nest, `\text` is bare."""
+    begun, found = [], (0, 0)
+    for brace in _BRACES.finditer(text):
+        if brace.group() != "}":
+            begun.append(brace)
+        elif begun and (first := begun.pop()).group() != "{":
+            found = max(found, (first.end(), brace.start()))
+    return _AS_TEXT.sub(r"\1", text[slice(*found)]).strip() if found[1] else None
 
 
 def exact_match(question: str, response: str, answer: str) -> bool:

@@ -36,7 +36,11 @@ or
 correct: no"""
 MAXIMAL_REPLY = 1 << 20  # bytes
 
-_VERDICT = re.compile(r"^\W*correct\W*:\W*(yes|no)\W*$", re.IGNORECASE | re.MULTILINE)
+# A little decoration, and perhaps a reason behind it. All bounded or anchored: a reply may be of a million line breaks.
+_VERDICT = re.compile(
+    r"^[^\w\n]*correct[^\w\n]{0,9}[:：]\W{0,9}(yes|no)(?:[^\w\n]*$|[^\w\n]{0,9}?[,.;(–—-].*$)",
+    re.IGNORECASE | re.MULTILINE,
+)
 
 
 class JudgeError(RuntimeError):

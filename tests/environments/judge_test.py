@@ -57,6 +57,37 @@ def test_the_verdict_is_the_last_line_of_the_reply():
     assert message["role"] == "user" and all(x in message["content"] for x in ("capital of France?", "Paris."))
 
 
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("Correct: No.", False),
+        ("`correct` : 'yes'", True),
+        ("correct：yes", True),  # a full-width colon
+        ("**Correct:**\n\nYes", True),
+        ("- **correct:** yes, since both name Paris", True),
+        ("**correct: no** (the years differ)", False),
+        ("correct: no — and a line of its own", False),
+    ],
+)
+def test_a_verdict_may_be_decorated_and_explained(line, verdict):
+    with server(say(f"They are compared.\n{line}\n")) as (url, _):
+        assert Judge(url, "m", attempts=1)("q", "r", "a") is verdict
+
+
+@pytest.mark.parametrize(
+    "reply", ["Yes, it is.", "correct: yes or no", "correct: yes/no", "correct: yesterday", "incorrect: no"]
+)
+def test_what_is_no_verdict_is_none(reply):
+    with server(say(reply)) as (url, _), pytest.raises(JudgeError, match="a reply without a verdict"):
+        Judge(url, "m", attempts=1)("q", "r", "a")
+
+
+def test_a_reply_of_line_breaks_is_read_at_once():
+    """Each line break began a search through all that followed: 20,000 of them took seconds, a megabyte hours."""
+    with server(say("\n" * 200_000 + "correct: yes")) as (url, _):
+        assert Judge(url, "m", attempts=1)("q", "r", "a") is True
+
+
 def test_a_verdict_is_asked_for_once():
     with server(say("correct: no"), say("correct: yes")) as (url, requests):
         judge = Judge(url, "m")
