@@ -45,8 +45,11 @@ def parse(text: str) -> tuple[str, list[ToolCall]]:
         said.append(text[end : opening.start()])
         try:
             call, end = json.JSONDecoder().raw_decode(text, opening.end())
+            json.dumps(call, ensure_ascii=False, allow_nan=False).encode()  # Python reads NaN and half characters too
         except json.JSONDecodeError as error:
             raise ValueError(f"tool call {len(calls) + 1} is no JSON: {error.msg}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"tool call {len(calls) + 1} is no JSON that can be used: {error}") from error
         if not isinstance(call, dict) or not isinstance(call.get("name"), str):
             raise ValueError(f"tool call {len(calls) + 1} is no JSON object with a name")
         if not isinstance(arguments := call.get("arguments", {}), dict):

@@ -52,6 +52,13 @@ def test_what_is_written_is_read_back(calls):
         ('<tool_call>{"name": "a", "arguments": "b"}</tool_call>', "arguments are str, expected an object"),
         ('<tool_call>{"name": "a"} and more</tool_call>', "goes on after its JSON: ' and more"),
         ("<tool_call>", "call 1 is no JSON"),
+        (
+            '<tool_call>{"name": "get", "arguments": {"id": "\\ud800"}}</tool_call>',
+            "1 is no JSON that can be used: .*surrogates",
+        ),
+        ('<tool_call>{"name": "get", "arguments": {"id": NaN}}</tool_call>', "1 is no JSON that can be used: .*float"),
+        (f"{CALL}<tool_call>" + "[" * 100_000, "2 is no JSON that can be used: .*recursion"),
+        ("<tool_call>" + "9" * 5_000, "1 is no JSON that can be used: .*digits"),
     ],
 )
 def test_a_malformed_call_is_named(text, message):
