@@ -45,7 +45,7 @@ def final_answer(response: str) -> str:
 
 
 def _boxed(text: str) -> str | None:
-    r"""What the `\boxed{}` that opens last holds, of those that are closed: braces inside it may nest, `\text` is bare."""
+    r"""What the last closed `\boxed{}` to open holds: braces inside it may nest, and `\text{…}` is what it holds."""
     begun, found = [], (0, 0)
     for brace in _BRACES.finditer(text):
         if brace.group() != "}":

@@ -151,11 +151,11 @@ class TemplateTokenizer:
         return self._in_frame(render, f"hint: {text}")
 
     def _after_answer(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        """What the template renders after the (last) answer of a conversation."""
+        """What the template renders after the answer of a conversation; a text after it may hold any letter."""
         whole = self.template.render([*self.preamble, *messages], add_generation_prompt=add_generation_prompt)
         if ANSWERED not in whole:
             raise ValueError("the chat template drops an earlier answer")
-        return whole.rpartition(ANSWERED)[2]
+        return whole.partition(ANSWERED)[2]
 
     def _after_end(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
         return self._after_answer(messages, add_generation_prompt=add_generation_prompt).removeprefix(self._end_text)

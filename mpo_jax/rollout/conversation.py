@@ -96,8 +96,9 @@ class Conversation:
       as "truncated" where `limits.flagged` says so. The turns' scores are `metadata["progress"]`.
     - One whose deadline has passed is cut before its next turn, or its first: it ends as "truncated", with
       `metadata["deadline_passed"]`.
-    - One whose environment raises, or says what is no observation, ends as "truncated" with `metadata["error"]` and NaN
-      as its last reward (no turns at all if it failed before the first): the learner masks and counts it.
+    - One whose environment raises, or says what is no observation or cannot be framed by the template, ends as
+      "truncated" with `metadata["error"]` and NaN as its last reward (no turns at all if it failed before the first):
+      the learner masks and counts it.
     """
 
     def __init__(
@@ -193,9 +194,15 @@ class Conversation:
         self.observations.append(observation.text)
         self.notes |= observation.notes
         self.next_state_id = observation.state_id
-        self.unread = render(observation.text, self.limits.observation_tokens)
-        used = len(self.tokens) + len(self.unread)
-        if not self.end_reason and used + self.limits.action_tokens > self.context_length:
+        if self.end_reason:
+            return
+        try:
+            self.unread = render(observation.text, self.limits.observation_tokens)
+        except ValueError as error:  # the template does not take the text
+            self.rewards[-1:] = [math.nan] * bool(self.rewards)
+            self._fail(error)
+            return
+        if len(self.tokens) + len(self.unread) + self.limits.action_tokens > self.context_length:
             self.end_reason = "token_limit"
 
     def _fail(self, error: Exception) -> None:

@@ -77,6 +77,15 @@ def test_a_special_token_spelt_out_stays_text_and_is_kept(text):
         assert f"x{text}x" in PLAIN.tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize("letter", ["\ue0f1", "\ue0f2"])  # as icon fonts of web pages have them
+def test_letters_that_take_the_template_apart_are_text_where_the_environment_says_them(letter):
+    for made in (PLAIN, THINKING):
+        for render in (made.render_prompt, made.render_observation, made.render_hint):
+            assert made.decode(render(f"a {letter} b")) == made.decode(render("a x b")).replace(
+                "a x b", f"a {letter} b"
+            )
+
+
 @pytest.mark.parametrize("limit", [1, 2, 5, 40])
 @pytest.mark.parametrize("text", ["The capital is Paris. " * 4, "中文" * 9, "a\n\n\nb " * 8])
 def test_of_a_long_text_a_beginning_is_read_in_a_whole_frame(text, limit):

@@ -137,6 +137,26 @@ def test_BUG_056_a_failed_environment_costs_its_own_episode_only(fail, tokens, r
     assert (fine.rewards, "error" in fine.metadata) == ([0.0, 1.0], False)
 
 
+class Choosy(Letters):
+    """A template that does not take every text."""
+
+    def render_prompt(self, text, limit=None):
+        if "!" in text:
+            raise ValueError(f"the chat template frames {text!r} otherwise")
+        return super().render_prompt(text, limit)
+
+
+@pytest.mark.parametrize(("script", "said", "tokens", "rewards"), [("a", "h!", "", 0), ("!", "hi", "<hi>!$", 1)])
+def test_a_text_that_the_template_does_not_take_costs_its_own_episode_only(script, said, tokens, rewards):
+    """The environment answers "!" with "!!"."""
+    engine, jobs = ScriptedEngine(say(script)), [job(0, say=said), job(1, turns=1)]
+    failed, fine = sorted(run_episodes(engine, Choosy(), Counting, jobs), key=lambda e: e.episode_id)
+    assert (text(failed.tokens), failed.end_reason) == (tokens, "truncated")
+    assert len(failed.rewards) == rewards and all(map(math.isnan, failed.rewards))
+    assert failed.metadata["error"].startswith("ValueError: the chat template frames")
+    assert (fine.rewards, fine.end_reason) == ([1.0], "terminated")  # its last observation is framed for nobody
+
+
 def random_words(context, seed):
     return [97 + (seed + n) % 26 for n in range(1 + seed % 5)] + [END]
 
