@@ -36,13 +36,34 @@ class Cache:
         return self.keys[0].shape[-1]
 
 
-def attend_to_cache(q: Array, keys: Array, values: Array, mask: Array, scale: float | None) -> Array:
-    """What q[B,T,N,H] finds in a cache's keys[B,K,H,C] and values[B,K,C,H] where mask[B,T,C] allows; float[B,T,N,H]."""
+def attend_to_cache(
+    q: Array, keys: Array, values: Array, mask: Array, scale: float | None, share: Array | None = None
+) -> Array:
+    """What queries find in a cache.
+
+    Smeared keys, σ(share) k_s + (1 − σ(share)) k_{s−1}, are had by smearing the scores, which are linear in them and
+    many times fewer numbers.
+
+    Args:
+      q: [B,T,N,H].
+      keys: [B,K,H,C].
+      values: [B,K,C,H].
+      mask: bool[B,T,C].
+      scale: of the scores; None for H^(−1/2).
+      share: float[K], before the sigmoid; None where keys are not smeared.
+
+    Returns:
+      [B,T,N,H].
+    """
     rows, length, heads, head_dim = q.shape
     groups = heads // keys.shape[1]
     q = jnp.moveaxis(q.reshape(rows, length, -1, groups, head_dim), 1, 3)  # [B,K,G,T,H]
     scores = jnp.matmul(q.reshape(rows, -1, groups * length, head_dim), keys, preferred_element_type=jnp.float32)
     scores = scores.reshape(rows, -1, groups, length, keys.shape[-1]) * (head_dim**-0.5 if scale is None else scale)
+    if share is not None:
+        share = jax.nn.sigmoid(share.astype(jnp.float32))[None, :, None, None, None]
+        before = jnp.pad(scores[..., :-1], [(0, 0)] * 4 + [(1, 0)])  # nothing before the first key
+        scores = share * scores + (1.0 - share) * before
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     p = jax.nn.softmax(scores, axis=-1).astype(values.dtype)
     mixed = jnp.matmul(p.reshape(rows, -1, groups * length, keys.shape[-1]), values)

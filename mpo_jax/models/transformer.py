@@ -21,16 +21,13 @@ from mpo_jax.types import Array
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu": lambda x: jax.nn.gelu(x, approximate=True)}
 
 
-def smear(keys: Array, share: Array, starts: Array, axis: int) -> Array:
-    """Keys mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; nothing before a start.
+def smear(keys: Array, share: Array, starts: Array) -> Array:
+    """Keys [B,T,K,H] mixed with the key before: σ(share) k_t + (1 − σ(share)) k_{t−1}, by head; none before a start.
 
-    They are [B,T,K,H] with the tokens on axis 1, or [B,K,H,T] on axis 3. See *In-context Learning and Induction Heads*
-    (arXiv:2209.11895), "smeared keys".
+    See *In-context Learning and Induction Heads* (arXiv:2209.11895), "smeared keys".
     """
-    others = [1, 2, 3]
-    others.remove(axis)
-    before = jnp.where(jnp.expand_dims(starts, others), 0.0, jnp.roll(keys, 1, axis=axis))
-    share = jnp.expand_dims(jax.nn.sigmoid(share), (0, axis, 3 if axis == 1 else 2))
+    before = jnp.where(starts[:, :, None, None], 0.0, jnp.roll(keys, 1, axis=1))
+    share = jax.nn.sigmoid(share)[None, None, :, None]
     return share * keys + (1.0 - share) * before
 
 
@@ -87,13 +84,13 @@ class Attention(nnx.Module):
             k = cache[0].at[row, :, :, positions].set(k, mode="drop")
             v = cache[1].at[row, :, positions].set(v, mode="drop")
             key_positions, cache = jnp.arange(k.shape[-1])[None, :], (k, v)
-        if c.smeared_keys:
-            k = smear(k, self.smear.get_value(), key_positions == 0, axis=1 if cache is None else 3)
+        share = self.smear.get_value() if c.smeared_keys else None
         if self.window is not None:
             mask = mask & (positions[:, :, None] - key_positions[:, None, :] < self.window)
         if cache is not None:
-            mixed = attend_to_cache(q, k, v, mask, c.attention_scale)
+            mixed = attend_to_cache(q, k, v, mask, c.attention_scale, share)
         else:
+            k = k if share is None else smear(k, share, positions == 0)
             mixed = attend(q, k, v, mask, segment_ids=segment_ids, window=self.window, scale=c.attention_scale)
         return self.output(mixed.reshape(rows, length, -1)), cache
 
