@@ -9,7 +9,6 @@ r"""Trains an agent: rollout (a process, this one, or a Ray cluster) â†’ store â
 A run that was stopped, in whatever way, goes on where its last checkpoint left it when the same command is given.
 """
 
-import contextlib
 from pathlib import Path
 
 import ml_collections
@@ -85,7 +84,7 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
         "ray": lambda: RayWorkers(config, model, fleet, store, published),
     }[ROLLOUT.value]()
     log = make_log(home, config, model, state, quiet=cluster.index > 0)
-    with contextlib.closing(checkpoints), worker, stop_on_signals() as should_stop:
+    with checkpoints, worker, stop_on_signals() as should_stop:
         loop = Loop(learner, store, published, checkpoints, log, worker.wait, evaluate, should_stop)
         with cluster.connected():
             state = loop.run(state)

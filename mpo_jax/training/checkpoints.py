@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 
 log = logging.getLogger(__name__)
@@ -71,5 +72,13 @@ class Checkpoints:
         return None
 
     def close(self) -> None:
-        """Releases the folder."""
+        """Releases the folder, when what was begun is on disk."""
         self._manager.close()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, failure: type[BaseException] | None, *_) -> None:
+        """Closes; not after a failure among several processes, where a save ends only if all take part."""
+        if failure is None or jax.process_count() == 1:
+            self.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def pair(tmp_path):
 
 
 @pytest.mark.slow
-def test_when_a_process_is_killed_the_other_ends_and_the_same_command_goes_on(pair):
+def test_when_either_process_is_killed_the_other_ends_and_the_same_command_goes_on(pair):
     """After 5 steps or more the checkpoint of 3 is there; what was trained after it is done again, bit for bit."""
     pair.start(num_steps=10_000)
     pair.wait_for(5)
@@ -85,6 +86,17 @@ def test_when_a_process_is_killed_the_other_ends_and_the_same_command_goes_on(pa
     before, saved = pair.rows(), max(int(path.name) for path in (pair.workdir / "checkpoints").glob("[0-9]*"))
     last = max(before)
     assert 3 <= saved <= last + 1
+
+    pair.start(num_steps=10_000)
+    pair.wait_for(last + 2)
+    pair.processes[0].kill()  # and with it the service of jax.distributed, whose loss may be jax's own to tell
+    since = time.monotonic()
+    assert pair.processes[1].wait(10 * TIMEOUT) in (1, -signal.SIGABRT), pair.log()
+    assert time.monotonic() - since < 2 * TIMEOUT
+    said = pair.logs[1].read_text()
+    assert "process 1 of 2: another is gone: " in said or "another task died" in said
+    before |= pair.rows()
+    last = max(before)
 
     pair.start(num_steps=last + 2)
     assert [process.wait(600) for process in pair.processes] == [0, 0], pair.log()
