@@ -151,7 +151,7 @@ def from_store(episode: Episode, name: str) -> Transcript:
 
     The reward is the sum over the turns; the answer is the last action, unless a limit cut the episode.
     """
-    texts = [episode.metadata.get(key, []) for key in ("observations", "actions")]
+    texts = [_texts(episode, key) for key in ("observations", "actions")]
     messages, sampled = [], [[] for _ in episode.rewards]
     for turn, logprob, mask in zip(episode.turn_ids, episode.logprobs, episode.action_mask, strict=True):
         if mask:
@@ -168,9 +168,15 @@ def from_store(episode: Episode, name: str) -> Transcript:
         task_id=episode.task_id,
         messages=messages,
         reward=sum(episode.rewards),
-        answer=(messages[-1].text or None) if episode.end_reason == "terminated" else None,
+        answer=(messages[-1].text or None) if messages and episode.end_reason == "terminated" else None,
         tokens=Tokens(ids=episode.tokens, messages=[2 * t + m for t, m in pairs], mask=[m for _, m in pairs]),
     )
+
+
+def _texts(episode: Episode, key: str) -> list[str]:
+    """Its metadata is anybody's: what is no list of texts there is none."""
+    found = episode.metadata.get(key)
+    return list(map(str, found)) if isinstance(found, list) else []
 
 
 def as_message(m: ChatMessage, action: bool) -> Message:
@@ -193,7 +199,7 @@ def _text(m: ChatMessage) -> str:
     """Reasoning, content, then each tool call as name(arguments)."""
     content = m.content
     if isinstance(content, list):  # parts; those that are not text cannot be scored
-        content = "".join(str(part.get("text", "")) for part in content)
+        content = "".join(str(part.get("text") or "") for part in content)
     calls = []
     for call in m.tool_calls or ():
         called = call.function or call

@@ -54,14 +54,18 @@ def read(path: Path | str, kind: str, errors: list[str]) -> Iterator[Transcript]
         except (msgspec.ValidationError, ValueError, RecursionError) as error:
             errors.append(f"{place}: {error}")
         else:
-            seen[transcript.episode_id] += 1
-            if (times := seen[transcript.episode_id]) > 1:  # runs that were resumed may hold a trial twice
-                transcript = msgspec.structs.replace(transcript, episode_id=f"{transcript.episode_id}#{times}")
-            yield transcript
+            name = given = transcript.episode_id
+            while seen[name]:  # runs that were resumed may hold a trial twice
+                seen[given] += 1
+                name = f"{given}#{seen[given]}"
+            seen[name] += 1
+            yield transcript if name == given else msgspec.structs.replace(transcript, episode_id=name)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, str, Any]]:
     """The rows of a JSONL file; empty lines are none."""
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder, expected a file of JSON lines")
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
@@ -76,6 +80,8 @@ def _parse(text: bytes) -> Any:
 
 
 def _document(path: Path) -> Any:
+    if path.is_dir():
+        raise ValueError(f"{path}: a folder, expected a JSON file")
     document = _parse(path.read_bytes())
     if isinstance(document, Exception):
         raise ValueError(f"{path}: {document}")

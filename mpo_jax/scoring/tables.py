@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,11 @@ def read_table(path: Path | str) -> Iterator[Row]:
     path = Path(path)
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
-    return _kind(path, _READERS)(path)
+    read = _kind(path, _READERS)
+    try:
+        yield from read(path)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
 
 
 def write_table(path: Path | str, columns: Mapping[str, type], rows: Iterable[Row]) -> int:
@@ -66,7 +71,7 @@ def episode_scores(path: Path | str) -> dict[str, dict[str, float]]:
         if (name := str(row["episode"])) in found:
             raise ValueError(f"{path}: episode {name!r} has two rows")
         found[name] = {
-            key: float(value)
+            key: _number(path, row, key)
             for key, value in row.items()
             if key not in (*TEXT, *INDEX) and isinstance(value, int | float)
         }
@@ -74,18 +79,33 @@ def episode_scores(path: Path | str) -> dict[str, dict[str, float]]:
 
 
 def step_scores(path: Path | str, column: str) -> dict[str, dict[int, float]]:
-    """One score of each step, by episode and index of the message, from the rows whose level is "step".
+    """One score of each step, by episode and index of the message, from the rows whose level is "step"; NaN is none.
 
     Raises:
-      ValueError: as `read_table` does, or no row has the column.
+      ValueError: as `read_table` does, no row has the column, one is not of numbers, or a step has two.
     """
     found: dict[str, dict[int, float]] = {}
     for row in read_table(path):
-        if row.get("level") == "step" and row.get(column) is not None:
-            found.setdefault(str(row["episode"]), {})[int(row["step"])] = float(row[column])
+        if row.get("level") != "step" or row.get(column) is None:
+            continue
+        step, score = _number(path, row, "step"), _number(path, row, column)
+        if row.get("episode") is None or not step.is_integer():
+            raise ValueError(f"{path}: a step without an `episode` or a whole number as its `step`: {row}")
+        steps = found.setdefault(str(row["episode"]), {})
+        if step in steps:
+            raise ValueError(f"{path}: step {step:g} of episode {row['episode']!r} has two rows")
+        if not math.isnan(score):
+            steps[int(step)] = score
     if not found:
         raise ValueError(f"{path}: no steps with a column {column!r}")
     return found
+
+
+def _number(path: Path | str, row: Row, column: str) -> float:
+    try:
+        return float(row[column])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{path}: {column} is no number ({error}) in the row {str(row)[:300]}") from None
 
 
 def check_ending(path: Path | str) -> None:
@@ -124,6 +144,8 @@ def _read_csv(path: Path) -> Iterator[Row]:
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         for row in reader:
+            if None in row:  # where DictReader puts what the header has no name for
+                raise ValueError(f"{path}:{reader.line_num}: more cells than the {len(row) - 1} columns of the header")
             yield {name: _cell(path, reader.line_num, name, text) for name, text in row.items()}
 
 
@@ -152,9 +174,12 @@ def _write_csv(path: Path, columns: Mapping[str, type], rows: Iterable[Row]) -> 
 def _read_parquet(path: Path) -> Iterator[Row]:
     import pyarrow.parquet
 
-    with pyarrow.parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches():
-            yield from batch.to_pylist()
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{path}: no readable Parquet file: {error}") from error
 
 
 def _write_parquet(path: Path, columns: Mapping[str, type], rows: Iterable[Row]) -> int:

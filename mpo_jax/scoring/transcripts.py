@@ -94,7 +94,7 @@ def validate(transcript: Transcript) -> None:
         _check_number(f"messages[{index}].score", message.score)
         for field in ("logprobs", "ref_logprobs"):
             _check_logprobs(f"messages[{index}].{field}", getattr(message, field))
-        if message.logprobs and message.ref_logprobs and len(message.logprobs) != len(message.ref_logprobs):
+        if None not in (message.logprobs, message.ref_logprobs) and len(message.logprobs) != len(message.ref_logprobs):
             raise InvalidTranscript(
                 f"messages[{index}].ref_logprobs has length {len(message.ref_logprobs)}, "
                 f"expected {len(message.logprobs)} as logprobs"
@@ -104,6 +104,9 @@ def validate(transcript: Transcript) -> None:
         for field in ("messages", "mask"):
             if len(getattr(tokens, field)) != n:
                 raise InvalidTranscript(f"tokens.{field} has length {len(getattr(tokens, field))}, expected {n}")
+        for index in {index for index, sampled in zip(tokens.messages, tokens.mask, strict=True) if sampled}:
+            if not transcript.messages[index].action:
+                raise InvalidTranscript(f"tokens.mask is true in messages[{index}], which is no action")
     if (mistake := transcript.mistake) is not None and not 0 <= mistake.step < len(transcript.messages):
         raise InvalidTranscript(f"mistake_step is {mistake.step}, expected 0..{len(transcript.messages) - 1}")
 

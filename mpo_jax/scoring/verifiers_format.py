@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from mpo_jax.scoring.formats import ChatMessage, as_message, prompt_name
-from mpo_jax.scoring.transcripts import Tokens, Transcript
+from mpo_jax.scoring.transcripts import InvalidTranscript, Tokens, Transcript
 
 
 class _TurnTokens(msgspec.Struct):
@@ -70,11 +70,15 @@ def from_verifiers(raw: Any, name: str) -> Transcript:
     messages = [as_message(m, False) for m in prompt] + [as_message(m, m.role == "assistant") for m in completion]
     tokens = None
     turns = [turn.tokens for turn in row.trajectory or () if turn.tokens is not None]
+    for number, turn in enumerate(turns):
+        sizes = [len(x) for x in (turn.completion_ids, turn.completion_mask, turn.completion_logprobs)]
+        if len(set(sizes)) > 1:
+            raise InvalidTranscript(f"turn {number}: ids, mask and log-probs of its completion have lengths {sizes}")
     actions = [index for index, message in enumerate(messages) if message.action]
     if turns and len(turns) == len(actions):
         tokens = _join(turns, actions)
         for index, turn in zip(actions, turns, strict=True):
-            pairs = zip(turn.completion_logprobs, turn.completion_mask, strict=False)
+            pairs = zip(turn.completion_logprobs, turn.completion_mask, strict=True)
             messages[index] = msgspec.structs.replace(messages[index], logprobs=[x for x, kept in pairs if kept])
     task_id = prompt_name(messages) if row.example_id is None else str(row.example_id)
     return Transcript(name, task_id, messages, row.reward, tokens=tokens)
@@ -113,7 +117,7 @@ def _join(turns: list[_TurnTokens], actions: list[int]) -> Tokens | None:
     """One run of ids over all turns; None where a turn's prompt does not go on from the turn before."""
     ids, owners, mask = [], [], []
     for turn, action in zip(turns, actions, strict=True):
-        if turn.prompt_ids[: len(ids)] != ids or len(turn.completion_mask) != len(turn.completion_ids):
+        if turn.prompt_ids[: len(ids)] != ids:
             return None
         fresh = turn.prompt_ids[len(ids) :] + turn.completion_ids
         mask += [False] * (len(fresh) - len(turn.completion_ids)) + [bool(kept) for kept in turn.completion_mask]

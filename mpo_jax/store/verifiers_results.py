@@ -168,9 +168,12 @@ def _sequence(steps: list[dict]) -> dict[str, list]:
             raise InvalidEpisode(
                 f"turn {turn}: its prompt of {len(prompt)} ids does not begin with the {known} ids before it"
             )
+        sizes = [len(tokens[f"completion_{name}"]) for name in ("ids", "mask", "logprobs")]
+        if len(set(sizes)) > 1:
+            raise InvalidEpisode(f"turn {turn}: ids, mask and log-probs of its completion have lengths {sizes}")
         read = len(prompt) - known
         sampled = [bool(flag) for flag in tokens["completion_mask"]]
-        logprobs = zip(tokens["completion_logprobs"], sampled, strict=False)
+        logprobs = zip(tokens["completion_logprobs"], sampled, strict=True)
         found["tokens"] += prompt[known:] + completion
         found["action_mask"] += [False] * read + sampled
         found["turn_ids"] += [turn] * (read + len(completion))

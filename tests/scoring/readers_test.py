@@ -19,7 +19,14 @@ def test_messages_with_everything(tmp_path):
     logprobs = {"content": [{"token": "x", "logprob": -0.5, "top_logprobs": []}]}
     messages = [
         {"role": "assistant", "content": "an example", "weight": 0},
-        {"role": "user", "content": [{"type": "text", "text": "where "}, {"type": "text", "text": "is it?"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "where "},
+                {"type": "text", "text": "is it?"},
+                {"type": "image", "text": None},
+            ],
+        },
         {"role": "assistant", "content": None, "tool_calls": [call], "logprobs": logprobs, "ref_logprobs": [-1.5]},
         {"role": "assistant", "reasoning_content": "hm", "content": "there", "logprobs": [-0.1, -0.2], "score": 0.75},
     ]
@@ -128,6 +135,49 @@ def test_our_store(tmp_path):
     assert one.tokens == Tokens(ids=[5, 6, 7, 8, 9], messages=[0, 1, 2, 3, 3], mask=episode.action_mask)
 
 
+@pytest.mark.parametrize("metadata", [{"observations": 5}, {"actions": ["go", 1.5]}, {"actions": "go"}, {}])
+def test_metadata_of_our_store_may_be_anything(tmp_path, metadata):
+    turn = {name: [value] for name, value in (("tokens", 5), ("action_mask", True), ("executable_mask", True))}
+    turn |= {"turn_ids": [0], "logprobs": [-0.5], "rewards": [1.0], "state_ids": [0], "versions": [0]}
+    rest = {"group_id": 0, "task_id": "t", "end_reason": "terminated", "metadata": metadata}
+    store = EpisodeStore(tmp_path / "x.sqlite")
+    none = {name: [] for name in turn}  # an episode that ended before its first turn
+    store.add(0, [Episode(episode_id="a", **turn, **rest), Episode(episode_id="b", **none, **rest)])
+    store.close()
+    (one,), errors = read(tmp_path / "x.sqlite", "store")
+    assert (one.episode_id, one.reward) == ("a", 1.0)
+    assert errors == [f"{tmp_path / 'x.sqlite'}: episode 'b': no messages, expected at least one"]
+
+
+def test_every_episode_has_a_name_of_its_own(tmp_path):
+    rows = [{"id": name, "messages": files.chat("a")} for name in ("a", "a", "a#2", "a", "a#2")]
+    found, _ = read(files.write_lines(tmp_path / "x.jsonl", rows), "messages")
+    assert [one.episode_id for one in found] == ["a", "a#2", "a#2#2", "a#3", "a#2#3"]
+
+
+@pytest.mark.parametrize("field", ["completion_mask", "completion_logprobs"])
+@pytest.mark.parametrize("change", [lambda values: values[:-1], lambda values: [*values, values[-1]]])
+def test_a_turn_whose_lists_differ_in_length_is_refused(tmp_path, field, change):
+    row = files.verifiers_row()
+    tokens = row["trajectory"][1]["tokens"]
+    tokens[field] = change(tokens[field])
+    found, errors = read(files.write_lines(tmp_path / "x.jsonl", [row]), "verifiers")
+    assert not found and "x.jsonl:1: turn 1: ids, mask and log-probs of its completion have lengths [1, " in errors[0]
+
+
+def test_a_trace_that_marks_tokens_of_others_is_refused(tmp_path):
+    row = files.verifiers_trace()
+    row["nodes"][1]["mask"] = [True]
+    found, errors = read(files.write_lines(tmp_path / "x.jsonl", [row]), "verifiers")
+    assert not found and errors[0].endswith("x.jsonl:1: tokens.mask is true in messages[1], which is no action")
+
+
+@pytest.mark.parametrize("kind", ["messages", "verifiers", "tau_bench", "tau2"])
+def test_a_folder_is_no_file(tmp_path, kind):
+    with pytest.raises(ValueError, match=f"{tmp_path}: a folder, expected a"):
+        read(tmp_path, kind)
+
+
 def test_one_bad_episode_is_named_and_passed_over(tmp_path):
     good = {"messages": files.chat("a")}
     path = tmp_path / "x.jsonl"
@@ -146,6 +196,7 @@ def test_one_bad_episode_is_named_and_passed_over(tmp_path):
         ({"logprobs": [-0.5, float("nan")]}, "messages[2].logprobs[1]"),
         ({"logprobs": [0.5]}, "messages[2].logprobs[0]"),
         ({"logprobs": [-0.5], "ref_logprobs": [-0.5, -0.5]}, "messages[2].ref_logprobs has length 2"),
+        ({"logprobs": [], "ref_logprobs": [-0.5]}, "messages[2].ref_logprobs has length 1, expected 0"),
     ],
 )
 def test_log_probs_that_are_none_are_refused(tmp_path, message, named):

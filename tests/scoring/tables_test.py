@@ -55,3 +55,45 @@ def test_other_endings_and_damaged_lines_are_named(tmp_path):
     (tmp_path / "y.csv").write_text("episode,score\na,1\na,2\n")
     with pytest.raises(ValueError, match="'a' has two rows"):
         tables.episode_scores(tmp_path / "y.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.csv", b"level,episode,step,score\nstep,a,1,0,9\n", r"x\.csv:2: more cells than the 4 columns"),
+        ("x.csv", b"level,episode,step,score\nstep,\xff,1,0\n", r"x\.csv: cannot be read: 'utf-8' codec"),
+        (
+            "x.csv",
+            b"level,episode,step,score\nstep," + b"a" * 200_000 + b",1,0\n",
+            r"x\.csv: cannot be read: field larger",
+        ),
+        ("x.csv", b"level,episode,step,score\nstep,a,1,0\nstep,a,1,5\n", r"x\.csv: step 1 of episode 'a' has two rows"),
+        ("x.jsonl", b'{"level": "step", "episode": "a", "score": 1}', r"x\.jsonl: step is no number"),
+        ("x.jsonl", b'{"level": "step", "step": 1, "score": 1}', r"x\.jsonl: a step without an `episode`"),
+        (
+            "x.jsonl",
+            b'{"level": "step", "episode": "a", "step": 1.5, "score": 1}',
+            r"x\.jsonl: .* whole number .* 1\.5",
+        ),
+        ("x.jsonl", b'{"level": "step", "episode": "a", "step": 1, "score": "high"}', r"x\.jsonl: score is no number"),
+        ("x.parquet", b"hello", r"x\.parquet: no readable Parquet file"),
+    ],
+)
+def test_what_is_wrong_with_a_table_of_steps_is_named(tmp_path, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow", reason="Parquet needs pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        tables.step_scores(tmp_path / name, "score")
+
+
+def test_a_number_beyond_all_floats_is_named(tmp_path):
+    (tmp_path / "x.jsonl").write_text(f'{{"episode": "a", "score": 1{"0" * 400}}}')
+    with pytest.raises(ValueError, match=r"x\.jsonl: score is no number"):
+        tables.episode_scores(tmp_path / "x.jsonl")
+
+
+def test_a_step_scored_nan_is_not_scored(tmp_path):
+    """The lowest of scores with a NaN among them would be the NaN."""
+    (tmp_path / "x.csv").write_text("level,episode,step,score\nstep,a,1,nan\nstep,a,2,-1\n")
+    assert tables.step_scores(tmp_path / "x.csv", "score") == {"a": {2: -1.0}}

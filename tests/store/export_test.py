@@ -225,6 +225,13 @@ def test_rows_of_others_become_episodes():
     assert (found.group_id, found.episode_id, found.end_reason) == (5, "5-7", "truncated")
 
 
+@pytest.mark.parametrize("field", ["completion_mask", "completion_logprobs"])
+def test_rows_whose_lists_differ_in_length_are_refused(field):
+    """A log-prob too many was cut off, so that each may have belonged to another token."""
+    with pytest.raises(InvalidEpisode, match=r"turn 1: ids, mask and log-probs of its completion have lengths \[1, "):
+        from_row(foreign_row(**{field: [1, -0.5]}), number=0)
+
+
 def test_BUG_109_a_prompt_that_does_not_go_on_from_the_turns_before_it_is_refused():
     with pytest.raises(InvalidEpisode, match="turn 1: its prompt of 5 ids does not begin with the 4 ids before it"):
         from_row(foreign_row(prompt_ids=[9, 9, 5, 8, 9]), number=0)
