@@ -44,12 +44,19 @@ def main(_):
         raise app.UsageError("expected one of --workdir and --store, and one of --input and --output")
     path = STORE.value or Path(WORKDIR.value) / "episodes.sqlite"
     read, write = formats()[FORMAT.value]
+    if INPUT.value is not None and not Path(INPUT.value).exists():
+        raise ValueError(f"{INPUT.value}: no such file or folder")
     store = EpisodeStore(path, read_only=INPUT.value is None, vocab_size=VOCAB_SIZE.value)
     if INPUT.value is None:
         print(f"{write(store.episodes(), OUTPUT.value)} episodes written to {OUTPUT.value}")
     else:
+        before = store.count()
         number, damaged = import_episodes(store, read(INPUT.value, VOCAB_SIZE.value))
-        print(f"{number} episodes read into {path}, {damaged} rows quarantined")
+        known = number - (store.count() - before)
+        print(
+            f"{number} episodes read into {path}, {damaged} rows quarantined"
+            + (f"; {known} were of groups that it has already" if known else "")
+        )
     store.close()
 
 

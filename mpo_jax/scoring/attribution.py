@@ -105,7 +105,8 @@ def attribute(
       steps predicted, and `predictions` by file.
 
     Raises:
-      ValueError: the folder or the table is missing or is something else, or a rule lacks its scores.
+      ValueError: the folder or the table is missing or is something else, or a rule lacks its scores, all of them if
+        only files with scores count.
     """
     chosen = RULES[rule]
     if (chosen.column is not None or only_scored) and scores is None:
@@ -123,6 +124,8 @@ def attribute(
         else:
             predicted[name] = found
     files = len(actual) + (0 if only_scored else len(errors))
+    if not files:
+        raise ValueError(f"{scores}: scores of {list(by_episode)[:3]}…, of none of the files in {Path(folder, split)}")
     accuracy, intervals = _accuracies(actual, predicted, files)
     distances = [abs(found.step - actual[name].step) for name, found in predicted.items()]
     return {

@@ -99,15 +99,15 @@ def score(job: Job, load: Callable[[str], Source], tokenizer: Callable[[], Token
 
 
 def _claim(work: Path, job: Job) -> None:
-    """Makes the folder of unfinished work this job's, or finds that it is already."""
+    """Makes the folder of unfinished work this job's, unless it holds results of another one."""
     source = Path(job.episodes)
     size = source.stat().st_size if source.is_file() else None
     mine = json.loads(json.dumps(dataclasses.asdict(job) | {"bytes": size}))
     path = work / "job.json"
-    if path.exists():
+    if any(work.glob("*.npy")):
         try:
             theirs = json.loads(path.read_text())
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             raise ValueError(f"{path}: no JSON: {error}; delete {work} or choose another output") from error
         if wrong := [key for key in mine if theirs.get(key) != mine[key]]:
             raise ValueError(

@@ -39,6 +39,8 @@ def evaluate(
     Raises:
       ValueError: a file is missing or is something else, or the scores are of other episodes.
     """
+    if output is not None:  # what cannot be written is told before an hour of reading
+        Path(output).mkdir(parents=True, exist_ok=True)
     errors: list[str] = []
     found = [outcomes.outcome(transcript) for transcript in readers.read(episodes, kind, errors)]
     for error in errors:
@@ -50,7 +52,6 @@ def evaluate(
     summary = {"unreadable": errors, **outcomes.summarise(found, threshold=threshold, num_samples=num_samples)}
     if output is not None:
         folder = Path(output)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "evaluation.json").write_text(json.dumps(summary, allow_nan=False, indent=1) + "\n")
         draw(summary, folder / "evaluation.png")
     return summary

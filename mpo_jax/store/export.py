@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from mpo_jax.store.episode import MAX_RECORD_BYTES, RECORD_VERSION, Episode, InvalidEpisode, validate
+from mpo_jax.store.episode import MAX_RECORD_BYTES, RECORD_VERSION, Episode, InvalidEpisode, encode, validate
 from mpo_jax.store.sqlite import EpisodeStore
 
 
@@ -28,7 +28,7 @@ class Damaged(NamedTuple):
 
 
 def import_episodes(store: EpisodeStore, rows: Iterable[Episode | Damaged]) -> tuple[int, int]:
-    """Adds whole groups to a store; a group that it already holds stays as it is.
+    """Adds whole groups to a store; a group that it already holds stays as it is, and an id counts once.
 
     Args:
       store: where to.
@@ -37,8 +37,13 @@ def import_episodes(store: EpisodeStore, rows: Iterable[Episode | Damaged]) -> t
     Returns:
       How many episodes were read, and how many damaged rows went to the quarantine.
     """
-    groups, damaged = defaultdict[int, list[Episode]](list), 0
-    for row in rows:
+    groups, seen, damaged = defaultdict[int, list[Episode]](list), set(), 0
+    for number, row in enumerate(rows):
+        if isinstance(row, Episode):
+            if row.episode_id in seen:
+                row = Damaged(number, f"episode {row.episode_id!r} occurs a second time", encode(row))
+            else:
+                seen.add(row.episode_id)
         if isinstance(row, Damaged):
             store.quarantine(row.number, row.reason, row.record)
             damaged += 1

@@ -234,9 +234,17 @@ class EpisodeStore:
         return episodes
 
     def quarantine(self, number: int, reason: str, record: bytes) -> None:
-        """Keeps a record that was offered from outside and is no episode, as member `number` of group -1."""
+        """Keeps a record that was offered from outside and is no episode, once, as a member of group -1.
+
+        Its number there is `number`, or the next after all where a record of another file has that.
+        """
         with self._transaction() as db:
-            db.execute("INSERT OR REPLACE INTO quarantined VALUES (-1, ?, ?, ?)", (number, reason, record))
+            known = "SELECT 1 FROM quarantined WHERE group_id = -1 AND reason = ? AND record = ?"
+            if db.execute(known, (reason, record)).fetchone():
+                return
+            if self._number("SELECT COUNT(*) FROM quarantined WHERE group_id = -1 AND member = ?", number):
+                number = self._number("SELECT MAX(member) + 1 FROM quarantined WHERE group_id = -1")
+            db.execute("INSERT INTO quarantined VALUES (-1, ?, ?, ?)", (number, reason, record))
 
     # Readers.
 

@@ -86,6 +86,9 @@ def test_files_that_were_not_scored_can_be_left_out(folder):
         assert found["exact"]["step"] == float(step == 3)
     with pytest.raises(ValueError, match="needs --scores"):
         attribution.attribute(folder, "Hand-Crafted", "first", only_scored=True)
+    files.write_lines(table, [{"level": "step", "episode": "elsewhere", "step": 1, "mean_logprob": 0.0}])
+    with pytest.raises(ValueError, match=r"scores of \['elsewhere'\]…, of none of the files in .*Hand-Crafted"):
+        attribution.attribute(folder, "Hand-Crafted", "first", scores=table, only_scored=True)
 
 
 def test_rules_over_scores_say_where_to_get_them(folder):

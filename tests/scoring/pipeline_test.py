@@ -137,6 +137,15 @@ def test_an_interrupted_run_goes_on_and_another_job_does_not(tmp_path, model, ep
     assert found["episodes"] == 6
 
 
+def test_a_job_that_got_nowhere_does_not_block_its_output(tmp_path, model, episodes):
+    """A name that was mistyped, and then put right, is another job of the same output."""
+    output = str(tmp_path / "out.csv")
+    with pytest.raises(ValueError, match="no such file"):
+        pipeline.score(Job(f"{episodes}?", "messages", output, "policy"), unasked, lambda: model.tokenizer)
+    found = pipeline.score(Job(episodes, "messages", output, "policy"), lambda _: uniform(2), lambda: model.tokenizer)
+    assert found["episodes"] == 6
+
+
 def test_long_episodes_make_short_chunks(tmp_path, model, episodes, monkeypatch):
     length = len(rendering.render(next(iter(pipeline.readers.read(episodes, "messages", []))), model.tokenizer).ids)
     monkeypatch.setattr(pipeline, "CHUNK_TOKENS", 2 * length + 1)

@@ -171,6 +171,25 @@ def test_damaged_lines_are_quarantined_with_their_reason(tmp_path):
         assert db.execute("SELECT record FROM quarantined WHERE member = 7").fetchone()[0] == good[:-9]
 
 
+def test_damage_of_another_file_at_the_same_line_is_kept_too_and_the_same_once(tmp_path):
+    store = EpisodeStore(tmp_path / "s.sqlite")
+    for name, text in (("a", "{"), ("b", "["), ("b", "[")):
+        (tmp_path / name).write_text(text)
+        assert import_episodes(store, read_jsonl(tmp_path / name)) == (0, 1)
+    (first, second) = store.quarantined()
+    assert (first[:2], second[:2]) == ((-1, 0), (-1, 1))
+    assert "a line 1: " in first[2] and "b line 1: " in second[2]
+
+
+def test_an_episode_that_occurs_twice_in_a_file_counts_once(tmp_path):
+    line = msgspec.json.encode(EPISODES[0])
+    (tmp_path / "in.jsonl").write_bytes(line + b"\n" + line + b"\n")
+    store = EpisodeStore(tmp_path / "s.sqlite")
+    assert import_episodes(store, read_jsonl(tmp_path / "in.jsonl")) == (1, 1)
+    assert (store.count(), len(list(store.episodes()))) == (1, 1)
+    assert "occurs a second time" in store.quarantined()[0][2]
+
+
 @needs_pyarrow
 def test_parquet_of_another_kind_or_damaged_is_refused(tmp_path):
     import pyarrow as pa
