@@ -168,6 +168,9 @@ def bilevel_advantages(
     before the turn's *last* token, as in the authors' code.
     """
     sequence_ids = _one_sequence(turn_ids) if sequence_ids is None else sequence_ids
+    checks.check_aligned(
+        "T", rewards=rewards, values=values, action_mask=action_mask, turn_ids=turn_ids, sequence_ids=sequence_ids
+    )
     checks.check_turns(action_mask, turn_ids, sequence_ids)
     turn_ends = segments.ends(turn_ids, action_mask)
     turn_returns = returns(
@@ -196,9 +199,13 @@ def whiten(x: Float[Array, "B T"], mask: Bool[Array, "B T"]) -> Float[Array, "B 
     """
     checks.check_aligned("B T", x=x, mask=mask)
     count = jnp.sum(mask)
-    centred = masked(x - jnp.sum(masked(x, mask)) / jnp.maximum(count, 1), mask)
-    variance = jnp.sum(centred**2) / jnp.maximum(count, 1)
-    return centred * jnp.where(count > 1, jax.lax.rsqrt(variance + 1e-8), 1.0)
+
+    def centred(x: Array) -> Array:
+        return masked(x - jnp.sum(masked(x, mask)) / jnp.maximum(count, 1), mask)
+
+    x = centred(centred(x))  # twice: what rounding left in the mean would pass for a signal where all x are equal
+    variance = jnp.sum(x**2) / jnp.maximum(count, 1)
+    return x * jnp.where(count > 1, jax.lax.rsqrt(variance + 1e-8), 1.0)
 
 
 def hindsight_weights(
