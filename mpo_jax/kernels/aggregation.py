@@ -48,7 +48,11 @@ def constant_length(length: float) -> Aggregation:
 
     Returns:
       The aggregation, whose weights do not sum to 1.
+
+    Raises:
+      ValueError: a constant that is not positive.
     """
+    checks.check_positive(length=length)
 
     def weights(
         mask: Bool[Array, "B T"], turn_ids: Int[Array, "B T"], sequence_ids: Int[Array, "B T"]
@@ -62,13 +66,14 @@ def constant_length(length: float) -> Aggregation:
 def _shares(granularity: Granularity, mask: Array, turn_ids: Array, sequence_ids: Array) -> Array:
     """1 / the number of masked-in tokens of the token's segment; they sum to the number of segments."""
     checks.check_aligned("B T", mask=mask, turn_ids=turn_ids, sequence_ids=sequence_ids)
+    ids = jax.vmap(granularity)(mask, turn_ids, sequence_ids)
+    checks.check_segments(ids, mask, mask.shape[1], name=granularity.__name__)
 
-    def row(mask: Array, turn_ids: Array, sequence_ids: Array) -> Array:
-        ids = granularity(mask, turn_ids, sequence_ids)
+    def row(mask: Array, ids: Array) -> Array:
         size = spread(segment_sum(mask, ids, mask, len(ids)), ids, mask)
         return masked(1.0 / jnp.maximum(size, 1.0), mask)
 
-    return jax.vmap(row)(mask, turn_ids, sequence_ids)
+    return jax.vmap(row)(mask, ids)
 
 
 def _normalised(shares: Array) -> Array:

@@ -37,12 +37,13 @@ def linear_confidence(
       top [N], certainty [N], in nats, float32.
 
     Raises:
-      ValueError: for shapes or dtypes that do not fit.
+      ValueError: for shapes or dtypes that do not fit, k or a tile that is not positive.
     """
     checks.check_aligned("N D", hidden=hidden)
     checks.check_aligned("D V", head=head)
     if hidden.shape[1] != head.shape[0]:
         raise ValueError(f"hidden {hidden.shape}, head {head.shape}: expected [N,D], [D,V]")
+    checks.check_positive(k=k, tile=tile, V=head.shape[1])
     rows, vocabulary = hidden.shape[0], head.shape[1]
     tile, k = min(tile, vocabulary), min(k, vocabulary)
 

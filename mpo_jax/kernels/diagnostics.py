@@ -50,6 +50,7 @@ def variance_share(
       between_exceeds_within: share of those trajectories whose between-turn variance is the larger.
       value_variance_between, value_variance_within: their means over those trajectories.
     """
+    _check(values, action_mask, turn_ids, sequence_ids)
     between, within = jax.vmap(value_variance)(values, action_mask, turn_ids, sequence_ids)
     total = between + within
     varies = total > 1e-12
@@ -73,6 +74,7 @@ def in_turn_visibility(
     V_end is V at the next turn's first token, so a sequence's last turn takes no part; nor does a turn's first token,
     where y = 0. A critic that is blind inside turns gives 0, one that moves linearly about ½. Needs no rewards.
     """
+    _check(values, action_mask, turn_ids, sequence_ids)
 
     def row(values: Array, action_mask: Array, turn_ids: Array, sequence_ids: Array) -> tuple[Array, Array]:
         size = len(values)
@@ -102,6 +104,7 @@ def explained_variance(
     values: Float[Array, "*n"], returns: Float[Array, "*n"], mask: Bool[Array, "*n"]
 ) -> Float[Array, ""]:
     """1 − Var(R − V)/Var(R) over the mask; 0 where R does not vary."""
+    checks.check_same_shape(values=values, returns=returns, mask=mask)
     mean_square = [masked_mean((x - masked_mean(x, mask)) ** 2, mask) for x in (returns - values, returns)]
     return jnp.where(mean_square[1] > 1e-12, 1.0 - mean_square[0] / jnp.maximum(mean_square[1], 1e-12), 0.0)
 
@@ -141,11 +144,13 @@ def value_clip_fraction(
     values: Float[Array, "*n"], old_values: Float[Array, "*n"], mask: Bool[Array, "*n"], *, epsilon: Scalar
 ) -> Float[Array, ""]:
     """Share of tokens whose value moved by more than ε."""
+    checks.check_same_shape(values=values, old_values=old_values, mask=mask)
     return masked_mean(jnp.abs(values - old_values) > epsilon, mask)
 
 
 def effective_sample_size(weights: Float[Array, "*n"], mask: Bool[Array, "*n"]) -> Float[Array, ""]:
     """(Σw)²/(n Σw²) in (0,1]: 1 where all weights are equal, 1/n where one has it all; 0 over nothing."""
+    checks.check_same_shape(weights=weights, mask=mask)
     kept = masked(weights, mask)
     return jnp.sum(kept) ** 2 / jnp.maximum(jnp.sum(mask) * jnp.sum(kept**2), 1e-30)
 
@@ -199,3 +204,10 @@ def constant_group_share(
     differ = informative_groups(returns, group_ids, valid=valid)
     present, informative = (segment_sum(x, group_ids, counted, len(returns)) > 0 for x in (counted, differ))
     return masked_mean(~informative, present)
+
+
+def _check(values: Array, action_mask: Array, turn_ids: Array, sequence_ids: Array) -> None:
+    """Checks a batch once, since within a vmap nothing is known of its rows."""
+    checks.check_aligned("B T", values=values, action_mask=action_mask, turn_ids=turn_ids, sequence_ids=sequence_ids)
+    for name, ids in (("turn_ids", turn_ids), ("sequence_ids", sequence_ids)):
+        checks.check_segments(ids, action_mask, action_mask.shape[1], name=name)

@@ -6,6 +6,7 @@ in any statistic and gets 0.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int, Shaped
 
 from mpo_jax.kernels import checks
@@ -77,9 +78,15 @@ def anchor_advantages(
 
     Returns:
       [N] advantages.
+
+    Raises:
+      ValueError: for shapes or dtypes that do not fit.
     """
+    checks.check_aligned("N", returns=returns, state_ids=state_ids, valid=valid)
+    if isinstance(state_ids, np.ndarray):  # of 64 bits, say: jax would keep the lower 32 only
+        state_ids = np.where(state_ids < 0, PADDING, np.unique(state_ids, return_inverse=True)[1])
     _, dense = jnp.unique(state_ids, size=len(state_ids), fill_value=PADDING, return_inverse=True)
-    dense = jnp.where(jnp.asarray(state_ids) < 0, PADDING, dense.reshape(-1))
+    dense = jnp.where(jnp.asarray(state_ids) < 0, PADDING, dense)
     return group_advantages(returns, dense, normalise_std=normalise_std, valid=valid)
 
 
@@ -106,7 +113,12 @@ def overlong_penalty(num_tokens: Shaped[Array, "*n"], *, max_tokens: int, cache_
 
     Returns:
       Reward to add, in [−1,0].
+
+    Raises:
+      ValueError: a cache that is not positive.
     """
+    checks.check_positive(cache_tokens=cache_tokens)
+    num_tokens = jnp.asarray(num_tokens, jnp.float32)  # of unsigned ones a difference would wrap around
     return jnp.clip((max_tokens - cache_tokens - num_tokens) / cache_tokens, -1.0, 0.0)
 
 

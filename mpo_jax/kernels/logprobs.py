@@ -31,6 +31,8 @@ def token_logprobs_and_entropy(
     """
     checks.check_aligned("T V", logits=logits)
     checks.check_aligned("T", targets=targets)
+    if len(targets) != len(logits):
+        raise ValueError(f"targets has shape {targets.shape}, expected ({len(logits)},) as the rows of logits")
     logits, targets = jnp.asarray(logits, jnp.float32), jnp.asarray(targets)
     inside = (targets >= 0) & (targets < logits.shape[-1])
     log_p = jax.nn.log_softmax(logits, axis=-1)
@@ -83,11 +85,12 @@ def linear_logprobs(
       logprobs [N], entropy [N], in nats, float32.
 
     Raises:
-      ValueError: for shapes or dtypes that do not fit.
+      ValueError: for shapes or dtypes that do not fit, a temperature or a tile that is not positive.
     """
     checks.check_aligned("N D", hidden=hidden)
     checks.check_aligned("D V", head=head)
     checks.check_aligned("N", targets=targets)
+    checks.check_positive(temperature=temperature, tile=tile, V=head.shape[1])
     if hidden.shape[0] != targets.shape[0] or hidden.shape[1] != head.shape[0]:
         raise ValueError(
             f"hidden {hidden.shape}, head {head.shape}, targets {targets.shape}: expected [N,D], [D,V], [N]"

@@ -1,10 +1,13 @@
-"""Losses of one token, elementwise. Surrogates are objectives, to be *maximised*; all else is to be minimised."""
+"""Losses of one token, elementwise. Surrogates are objectives, to be *maximised*; all else is to be minimised.
+
+Arguments have one shape, or a ValueError names the one that has not: nothing is broadcast.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float
 
-from mpo_jax.kernels.checks import Scalar
+from mpo_jax.kernels.checks import Scalar, check_same_shape
 from mpo_jax.types import Array
 
 
@@ -30,6 +33,7 @@ def clipped_surrogate(
     Returns:
       The objective, to be maximised.
     """
+    check_same_shape(ratio=ratio, advantages=advantages)
     advantages = jax.lax.stop_gradient(advantages)
     gained = jnp.minimum(ratio, 1.0 + epsilon_high)
     lost = jnp.clip(ratio, 1.0 - epsilon_low, dual_clip)
@@ -43,6 +47,7 @@ def double_sided_mask(
 
     See *SAO* (arXiv:2607.07508). Arguments as `clipped_surrogate`.
     """
+    check_same_shape(ratio=ratio, advantages=advantages)
     outside = (ratio < 1.0 - epsilon_low) | (ratio > 1.0 + epsilon_high)
     return jnp.where(outside, 0.0, ratio * jax.lax.stop_gradient(advantages))
 
@@ -51,6 +56,7 @@ def squared_value_loss(
     values: Float[Array, "*n"], old_values: Float[Array, "*n"], returns: Float[Array, "*n"]
 ) -> Float[Array, "*n"]:
     """½(V − R)²; `old_values` is not used."""
+    check_same_shape(values=values, old_values=old_values, returns=returns)
     return 0.5 * (values - jax.lax.stop_gradient(returns)) ** 2
 
 
@@ -70,6 +76,7 @@ def clipped_value_loss(
     Returns:
       The loss.
     """
+    check_same_shape(values=values, old_values=old_values, returns=returns)
     old_values = jax.lax.stop_gradient(old_values)
     near = jnp.clip(values, old_values - epsilon, old_values + epsilon)
     return jnp.maximum(*(squared_value_loss(v, old_values, returns) for v in (values, near)))
@@ -80,6 +87,7 @@ def kl_k1(logprobs: Float[Array, "*n"], ref_logprobs: Float[Array, "*n"]) -> Flo
 
     See *Approximating KL Divergence* (Schulman, 2020).
     """
+    check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return logprobs - jax.lax.stop_gradient(ref_logprobs)
 
 
@@ -99,4 +107,5 @@ def success_nll(logprobs: Float[Array, "*n"], success: Bool[Array, "*n"]) -> Flo
 
     See *VAPO* (arXiv:2504.05118), Eq. 11.
     """
+    check_same_shape(logprobs=logprobs, success=success)
     return jnp.where(success, -logprobs, 0.0)

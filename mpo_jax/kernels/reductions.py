@@ -60,7 +60,8 @@ def bottom_mean(share: float) -> Reduce:
         where = slots(x, ids, mask, num_segments)
         rank, size = _ranks(where, masked(x, mask), num_segments)
         # .1 is no binary number: what rounding adds to a product is taken off, so that ⌈.1 · 10⌉ is 1.
-        kept = jnp.logical_and(mask, rank <= jnp.maximum(jnp.ceil(share * size - 1e-4), 1.0))
+        lowest = rank <= jnp.maximum(jnp.ceil(share * size - 1e-4), 1.0)
+        kept = jnp.logical_and(mask, lowest | jnp.isnan(x))  # a NaN is the highest in order, but must stay visible
         total = segment_sum(jnp.where(kept, x, 0.0), ids, kept, num_segments)
         return total / jnp.maximum(_sizes(ids, kept, num_segments), 1.0)
 

@@ -35,6 +35,7 @@ def lambda_returns(
         return_t = reward + discount * ((1.0 - decay) * value + decay * return_t)
         return return_t, return_t
 
+    checks.check_positive(K=len(r_t))
     over = (r_t, discount_t, v_t, lambda_)
     over = [jnp.broadcast_to(jnp.asarray(x, jnp.result_type(r_t, v_t, jnp.float32)), jnp.shape(r_t)) for x in over]
     return jax.lax.scan(step, over[2][-1], tuple(over), reverse=True)[1]
@@ -103,7 +104,8 @@ def returns(
         sequence_ids=sequence_ids,
         bootstrap_values=bootstrap_values,
     )
-    checks.check_segments(sequence_ids, action_mask, len(sequence_ids), name="sequence_ids")
+    checks.check_positive(T=len(rewards))
+    checks.check_together(sequence_ids, action_mask, name="sequence_ids")
     more, v_next = next_values(values, action_mask, sequence_ids, bootstrap_values)
     return action_lambda_returns(rewards, v_next, action_mask, jnp.where(more, lambda_, 0.0), discount)
 

@@ -137,13 +137,13 @@ def borders(mask: Bool[Array, "T"], *ids: Int[Array, "T"]) -> Int[Array, "T"]:
 def slots(x: Array, ids: Array, mask: Array, num_segments: int) -> Array:
     """Ids with everything that does not count moved to one segment past the end."""
     checks.check_aligned("T", ids=ids, mask=mask)
-    if x.shape != ids.shape:
-        raise ValueError(f"x has shape {x.shape}, expected {ids.shape} as ids")
+    checks.check_same_shape(ids=ids, x=x)
     checks.check_segments(ids, mask, num_segments)
     ids = jnp.asarray(ids)
     return jnp.where(jnp.logical_and(mask, (ids >= 0) & (ids < num_segments)), ids, num_segments)
 
 
 def _gather(x: Array, index: Array) -> Array:
+    checks.check_positive(T=len(x))
     inside = (index >= 0) & (index < len(x))
     return masked(jnp.asarray(x)[jnp.where(inside, index, 0)], inside)

@@ -98,7 +98,15 @@ def test_anchor_groups_by_state_and_leaves_singletons():
     np.testing.assert_allclose(anchor(returns, states), [0.5, -0.5, 0, 0, 0])
 
 
-def test_overlong_penalty():
+@pytest.mark.parametrize("states", [[2**31, 2**31, 1, 1], [2**32, 2**32, 0, 0], [-1, -(2**40), 7, 7]])
+def test_anchor_states_of_64_bits_are_told_apart(states):
+    """Their lower 32 bits are negative, hence absent, or equal: hashes of states are such numbers."""
+    expected = [0.5, -0.5, 1, -1] if states[0] > 0 else [0, 0, 1, -1]
+    np.testing.assert_allclose(kernels.anchor_advantages(np.float32([1, 0, 5, 3]), np.array(states)), expected)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint32])
+def test_overlong_penalty(dtype):
     # L_max 100, L_cache 20: free up to 80, −½ at 90, −1 from 100 on, never below
-    found = kernels.overlong_penalty(np.array([0, 80, 90, 100, 500]), max_tokens=100, cache_tokens=20)
+    found = kernels.overlong_penalty(np.array([0, 80, 90, 100, 500], dtype), max_tokens=100, cache_tokens=20)
     np.testing.assert_allclose(found, [0, 0, -0.5, -1, -1])

@@ -66,6 +66,13 @@ def test_bottom_share_counts_as_written(count):
     np.testing.assert_allclose(found, [(lowest - 1) / 2], rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_nan_that_counts_stays_visible(name):
+    x = np.array([1, np.nan, 2, 0, 5], np.float32)
+    found = REDUCTIONS[name][0](x, np.array([0, 0, 0, 0, 1]), np.ones(5, bool), 2)
+    assert np.isnan(found[0]) and found[1] == 5
+
+
 def test_discounting_reduces_to_mean_and_last():
     mean = kernels.segment_mean(X, IDS, MASK, 3)
     np.testing.assert_allclose(kernels.discounted_mean(1.0)(X, IDS, MASK, 3), mean, rtol=1e-6)
