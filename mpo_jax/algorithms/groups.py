@@ -62,18 +62,23 @@ def dapo(
     """DAPO: GRPO with clip-higher, a token mean over informative groups only, no KL, and a soft overlong penalty.
 
     See *DAPO* (arXiv:2503.14476). The penalty is off without `max_tokens` (the paper's is 20,480).
+
+    Raises:
+      ValueError: a cache beyond `max_tokens`, with which even an empty episode would be penalised.
     """
+    if max_tokens is not None and not 0 < cache_tokens <= max_tokens:
+        raise ValueError(f"cache_tokens={cache_tokens}, expected at most max_tokens={max_tokens} and more than 0")
 
     def overlong(num_tokens: Array) -> Array:
         if max_tokens is None:
             return jnp.zeros_like(num_tokens)
         return kernels.overlong_penalty(num_tokens, max_tokens=max_tokens, cache_tokens=cache_tokens)
 
-    def weights(batch: Trajectories) -> Array:
+    def weights(batch: Trajectories, kept: Array) -> Array:
         returns, group_ids, valid = slots.episodes(batch)
-        kept = kernels.informative_groups(returns, group_ids, valid=valid)
-        mask = jnp.logical_and(batch.action_mask, slots.to_tokens(kept, batch) > 0)
-        return kernels.token_mean(mask, batch.turn_ids, batch.sequence_ids)
+        informative = kernels.informative_groups(returns, group_ids, valid=valid)
+        kept = jnp.logical_and(kept, slots.to_tokens(informative, batch) > 0)
+        return kernels.token_mean(kept, batch.turn_ids, batch.sequence_ids)
 
     return dataclasses.replace(
         grpo(epsilon_low=epsilon_low, epsilon_high=epsilon_high, kl_coefficient=0.0, group_size=group_size),

@@ -99,9 +99,9 @@ def clip(epsilon_low: float, epsilon_high: float, dual_clip: float | None = None
     return functools.partial(kernels.clipped_surrogate, **bounds)
 
 
-def over(aggregation: Aggregation) -> Callable[[Trajectories], Array]:
-    """Aggregation over the action tokens of a batch."""
-    return lambda batch: aggregation(batch.action_mask, batch.turn_ids, batch.sequence_ids)
+def over(aggregation: Aggregation) -> Callable[[Trajectories, Array], Array]:
+    """Aggregation over the kept tokens of a batch."""
+    return lambda batch, kept: aggregation(kept, batch.turn_ids, batch.sequence_ids)
 
 
 def truncated_importance(

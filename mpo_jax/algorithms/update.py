@@ -29,7 +29,7 @@ class Algorithm:
       credit: (batch, evaluation) -> advantages, returns; over the whole batch.
       ratio: (logprobs, targets, batch) -> ratio.
       surrogate: (ratio, advantages) -> objective, to be maximised.
-      weights: batch -> aggregation weights, over the whole batch.
+      weights: (batch, kept tokens) -> aggregation weights of these, over the whole batch.
       value_loss: (values, old_values, returns) -> loss, or None without a critic.
       penalties: losses added to the policy's.
       needs: what the loop must provide, of critic, reference, privileged, value_pretraining, group_filter.
@@ -44,7 +44,7 @@ class Algorithm:
     credit: Callable[[Trajectories, Evaluation], tuple[Array, Array]]
     ratio: Callable[[Array, Targets, Trajectories], Array]
     surrogate: Callable[[Array, Array], Array]
-    weights: Callable[[Trajectories], Array]
+    weights: Callable[[Trajectories, Array], Array]
     value_loss: Callable[[Array, Array, Array], Array] | None = None
     penalties: tuple[Penalty, ...] = ()
     needs: frozenset[str] = frozenset()
@@ -69,18 +69,17 @@ def targets(algorithm: Algorithm, batch: Trajectories, evaluation: Evaluation) -
     Sequences with a non-finite reward (count them with `drop_nonfinite`) get zero weight and enter no statistic.
     """
     batch, _ = drop_nonfinite(batch)
-    mask, kept, correction = batch.action_mask, batch, 1.0
+    mask, kept, correction = batch.action_mask, batch.action_mask, 1.0
     advantages, returns = algorithm.credit(batch, evaluation)
     if algorithm.correction is not None:
-        correction, keep = algorithm.correction(evaluation.logprobs, batch)
-        kept = batch.replace(action_mask=keep)
+        correction, kept = algorithm.correction(evaluation.logprobs, batch)
     constants = Targets(
         advantages=masked(advantages, mask),
         returns=masked(returns, mask),
         old_logprobs=masked(algorithm.anchor(batch, evaluation), mask),
         old_values=masked(evaluation.values, mask),
         ref_logprobs=masked(evaluation.ref_logprobs, mask),
-        weights=masked(algorithm.weights(kept) * correction, kept.action_mask),
+        weights=masked(algorithm.weights(batch, kept) * correction, kept),
         value_weights=kernels.token_mean(mask, batch.turn_ids, batch.sequence_ids),
         experts=evaluation.experts,
     )
@@ -127,4 +126,4 @@ def per_sequence(x: Array, batch: Trajectories) -> Array:
 
 
 def _total(weights: Array, x: Array) -> Array:
-    return jnp.sum(jnp.where(weights > 0, weights * x, 0.0))
+    return jnp.sum(jnp.where(weights != 0, weights * x, 0.0))  # a NaN weight is no zero: it stays visible
