@@ -4,6 +4,9 @@ python -m experiments.chat --model=smollm2 --prompt="What is the capital of Fran
 python -m experiments.chat --model=path/to/Qwen3-4B --documents=own.jsonl
 """
 
+import contextlib
+from collections.abc import Iterator
+
 from absl import app, flags, logging
 
 from experiments import parts
@@ -47,10 +50,19 @@ def with_tools(tokenizer: TemplateTokenizer) -> TemplateTokenizer:
     return tokenizer.introduced(f"{SYSTEM.value}\n\n{describe_tools(SCHEMAS)}".strip())
 
 
+def typed() -> Iterator[str]:
+    """Questions from the terminal, up to an empty line or the end of the input."""
+    with contextlib.suppress(EOFError):
+        while question := input("> "):
+            yield question
+
+
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
     model = pretrained.load(MODEL.value)
+    if not isinstance(model.tokenizer, TemplateTokenizer):
+        raise ValueError(f"model={MODEL.value} has no chat template, expected a language model that has one")
     offered = model.tokenizer.knows_tools if TOOLS.value is None else TOOLS.value
     tokenizer = with_tools(model.tokenizer) if offered else model.tokenizer.introduced(SYSTEM.value)
     index = documents()
@@ -64,8 +76,7 @@ def main(_):
     )
     engine.load(model.params, 0)
     chat = Chat(engine, tokenizer, lambda text: DocumentSearchEnvironment([Task("", text, "")], index), seed=SEED.value)
-    questions = [PROMPT.value] if PROMPT.value else iter(lambda: input("> "), "")
-    for question in questions:
+    for question in [PROMPT.value] if PROMPT.value else typed():
         for speaker, said in chat.ask(question):
             print(said if speaker == "assistant" else f"[{said}]", flush=True)
 

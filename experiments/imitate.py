@@ -26,7 +26,9 @@ EPISODES = flags.DEFINE_string("episodes", None, "File of episodes.", required=T
 FORMAT = flags.DEFINE_enum("format", "messages", list(readers.FORMATS), "Of that file.")
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write the adapters to.", required=True)
 THRESHOLD = flags.DEFINE_float("threshold", None, "Lowest reward that is a success; |reward - 1| <= 1e-6 without it.")
-STEPS = flags.DEFINE_integer("num_steps", 16, "Gradient steps, of one row each.", lower_bound=1)
+STEPS = flags.DEFINE_integer(
+    "num_steps", 16, "Gradient steps, of one row each; the rate of the first is 0.", lower_bound=2
+)
 ROW_TOKENS = flags.DEFINE_integer("row_tokens", 1024, "Of a row; longer episodes keep their last.", lower_bound=2)
 RATE = flags.DEFINE_float("learning_rate", 2e-4, "The highest.")
 RANK = flags.DEFINE_integer("rank", 16, "Of the adapters; alpha is twice that.", lower_bound=1)
@@ -43,6 +45,7 @@ def scanned(config: TransformerConfig, params: nnx.State) -> tuple[TransformerCo
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
+    Path(OUTPUT.value).mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     tokenizer, errors = sources.load_tokenizer(MODEL.value), []
     read = [one for one in readers.read(EPISODES.value, FORMAT.value, errors) if one.reward is not None]
     good = [one for one in read if evaluation.success(one.reward, THRESHOLD.value)]

@@ -7,6 +7,7 @@ Models are Hugging Face folders of safetensors, sharded or not. One α writes th
 folders `alpha-0.25` in it.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import app, flags
@@ -23,10 +24,18 @@ WEIGHTS = flags.DEFINE_list("weights", None, "One number a policy; all alike by 
 SEED = flags.DEFINE_integer("seed", 0, "Of what dare drops.")
 
 
+def numbers(flag: str, texts: Sequence[str]) -> list[float]:
+    """What a flag lists."""
+    try:
+        return [float(text) for text in texts]
+    except ValueError as error:
+        raise ValueError(f"{flag}={','.join(texts)}, expected numbers: {error}") from error
+
+
 def main(_):
-    weights = None if WEIGHTS.value is None else tuple(map(float, WEIGHTS.value))
+    weights = None if WEIGHTS.value is None else tuple(numbers("weights", WEIGHTS.value))
     recipe = Recipe(method=METHOD.value, density=DENSITY.value, weights=weights, seed=SEED.value)
-    alphas, output = [float(alpha) for alpha in ALPHA.value], Path(OUTPUT.value)
+    alphas, output = numbers("alpha", ALPHA.value), Path(OUTPUT.value)
     outputs = {output: alphas[0]} if len(alphas) == 1 else {output / f"alpha-{alpha:g}": alpha for alpha in alphas}
     merge_folders(recipe, REFERENCE.value, POLICY.value, outputs)
     print("\n".join(map(str, outputs)))

@@ -28,9 +28,12 @@ def make_mesh(sizes: str, devices: Sequence[Any]) -> Mesh:
     Raises:
       ValueError: an axis that there is not, or sizes that do not multiply to the number of devices.
     """
-    known = dict(part.partition("=")[::2] for part in (sizes or f"fsdp={len(devices)}").split(","))
+    given = [part.partition("=")[::2] for part in (sizes or f"fsdp={len(devices)}").split(",")]
+    known = dict(given)
     if foreign := sorted(known.keys() - set(MESH_AXES)):
         raise ValueError(f"mesh {sizes!r} names {foreign}, expected axes of: {', '.join(MESH_AXES)}")
+    if len(known) < len(given) or not all(size.isdecimal() and int(size) for size in known.values()):
+        raise ValueError(f"mesh {sizes!r}, expected each axis once with its size, as in fsdp=32,tensor=2")
     return sharding.make_mesh(**{axis: int(size) for axis, size in known.items()}, devices=devices)
 
 

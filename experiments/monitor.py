@@ -16,7 +16,7 @@ from absl import app, flags, logging
 
 from experiments import environments, parts, playing, workdirs
 from mpo_jax import evaluation
-from mpo_jax.models import pretrained, weights
+from mpo_jax.models import weights
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
 from mpo_jax.scoring.stopping import judge_monitor, turn_logprobs, turn_tokens
 from mpo_jax.store.weights import PublishedWeights
@@ -35,7 +35,7 @@ def main(_):
     parts.keep_freed_memory()
     workdir = Path(WORKDIR.value)
     config = workdirs.read_config(workdir)
-    model = pretrained.load(config.model)
+    model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
     rollout = playing.make_rollout(

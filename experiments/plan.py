@@ -10,7 +10,7 @@ The compiler is libtpu's and runs on the CPU (`pip install libtpu==0.0.42.1`); `
 import dataclasses
 import json
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from experiments import meshes
 from experiments.configs import qwen3
@@ -33,6 +33,7 @@ JSON = flags.DEFINE_bool("json", False, "Print one JSON object.")
 
 
 def main(_):
+    logging.set_verbosity(logging.WARNING)
     algorithm = algorithms.from_config(ALGORITHM.value)
     if REFERENCE.value:
         algorithm = dataclasses.replace(algorithm, needs=algorithm.needs | {"reference"})

@@ -26,15 +26,15 @@ from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.training.imitation import Curriculum, Demonstrations, imitate, tokenizer_texts
 
 OUTPUT = flags.DEFINE_string("output", None, "Folder to write config, tokenizer and weights to.", required=True)
-STEPS = flags.DEFINE_integer("steps", 9000, "Gradient steps.")
-ROWS = flags.DEFINE_integer("rows", 8, "Rows of a batch.")
-ROW_TOKENS = flags.DEFINE_integer("row_tokens", 384, "Tokens of a row.")
+STEPS = flags.DEFINE_integer("steps", 9000, "Gradient steps; the rate of the first is 0.", lower_bound=2)
+ROWS = flags.DEFINE_integer("rows", 8, "Rows of a batch.", lower_bound=1)
+ROW_TOKENS = flags.DEFINE_integer("row_tokens", 384, "Tokens of a row.", lower_bound=2)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 3e-3, "The highest.")
-VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 3072, "Ids of the tokenizer.")
-WIDTH = flags.DEFINE_integer("width", 96, "Of the residual stream.")
-LAYERS = flags.DEFINE_integer("layers", 3, "Blocks.")
-HEADS = flags.DEFINE_integer("heads", 4, "Query heads; half as many for keys.")
-HEAD_DIM = flags.DEFINE_integer("head_dim", 32, "Of one head.")
+VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 3072, "Ids of the tokenizer.", lower_bound=260)
+WIDTH = flags.DEFINE_integer("width", 96, "Of the residual stream.", lower_bound=1)
+LAYERS = flags.DEFINE_integer("layers", 3, "Blocks.", lower_bound=1)
+HEADS = flags.DEFINE_integer("heads", 4, "Query heads; half as many for keys.", lower_bound=2)
+HEAD_DIM = flags.DEFINE_integer("head_dim", 32, "Of one head.", lower_bound=2)
 NOISE = flags.DEFINE_float("noise", 0.0, "Probability of a mistake of the scripted policy.")
 RENAMING = flags.DEFINE_float("renaming", 0.8, "Share of demonstrations over made-up names.")
 INIT = flags.DEFINE_string("init", None, "Folder to go on from: its shape, tokenizer and weights; copying is learnt.")
@@ -43,6 +43,7 @@ SEED = flags.DEFINE_integer("seed", 0, "Of data and initialisation.")
 
 def main(_):
     parts.keep_freed_memory()
+    Path(OUTPUT.value).mkdir(parents=True, exist_ok=True)  # what cannot be written is told before an hour of work
     start = time.monotonic()
     model = load(INIT.value) if INIT.value else new_model()
     curriculum = Curriculum(noise=NOISE.value, renaming=RENAMING.value)

@@ -38,6 +38,7 @@ class Chat:
         """
         self._engine, self._tokenizer, self._make_environment = engine, tokenizer, make_environment
         self._limit, self._seed, self._begun = observation_tokens, seed, False
+        self._missing: list[int] = []  # the end of a turn that the engine cut
         engine.free(0)
 
     def ask(self, question: str) -> Iterator[tuple[Speaker, str]]:
@@ -60,7 +61,8 @@ class Chat:
             unread = self._tokenizer.render_observation(render_response(observation), self._limit)
 
     def _sample(self, unread: list[int]) -> str:
-        turn = self._engine.generate({0: unread}, {0: self._seed}).get(0)
+        turn = self._engine.generate({0: self._missing + unread}, {0: self._seed}).get(0)
         while turn is None:
             turn = self._engine.generate({}, {}).get(0)
+        self._missing = [] if turn.finish_reason == "stop" else [self._tokenizer.end_of_turn]
         return self._tokenizer.decode(turn.tokens).strip()

@@ -1,15 +1,18 @@
 """`experiments.train` with a language model's folder: its own chat template, all tokens as training sees them."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from models import chats, tiny
 
-from experiments import parts, train
+from experiments import parts, train, workdirs
 from experiments.configs import search_smollm2
-from mpo_jax.models import huggingface
+from mpo_jax.models import huggingface, weights
 from mpo_jax.store.sqlite import EpisodeStore
+from mpo_jax.store.weights import PublishedWeights
 from mpo_jax.training.metrics import read_metrics
 
 END = chats.tokenizer().token_to_id("<|im_end|>")
@@ -51,6 +54,31 @@ def test_it_trains_on_episodes_in_the_models_own_chat(folder, tmp_path, set_flag
         first = episode.action_mask.index(True)
         assert episode.tokens[:first] == model.tokenizer.render_prompt(episode.metadata["observations"][0], 8)
         assert END in episode.tokens[:first]
+
+
+SHOWS_PROMPT = """
+import sys
+from absl import app
+from experiments import monitor, playing
+
+def show(rollout, number):
+    print(rollout.tokenizer.decode(rollout.tokenizer.render_prompt("q")))
+    sys.exit()
+
+playing.play = show
+app.run(monitor.main)
+"""
+
+
+def test_the_monitor_plays_with_the_system_message_too(folder, tmp_path):
+    """In a process of its own, since two programs' flags do not go together in one."""
+    config = config_of(folder)
+    parts.settle_groups(config, parts.make_algorithm(config))
+    workdirs.claim(tmp_path, config)
+    PublishedWeights(tmp_path / "weights").publish(weights.flatten(parts.load_model(config).params), 0)
+    command = [sys.executable, "-c", SHOWS_PROMPT, f"--workdir={tmp_path}", "--questions=1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.startswith(f"system\n{search_smollm2.SYSTEM}\nuser\nq"), done.stderr
 
 
 def test_a_tiny_model_has_no_system_message():

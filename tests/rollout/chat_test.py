@@ -27,7 +27,8 @@ class Speaking(ScriptedEngine):
         if new_tokens:
             ids = self.encoded.pop(0)
             self.context += [*new_tokens[0], *ids]
-            self.waiting = {0: Generation(ids, [-1.0] * len(ids), "stop")}
+            reason = "stop" if ids[-1] == TOKENIZER.end_of_turn else "length"
+            self.waiting = {0: Generation(ids, [-1.0] * len(ids), reason)}
             return {}
         answers, self.waiting = self.waiting, {}
         return answers
@@ -53,6 +54,15 @@ def test_a_call_is_carried_out_and_the_next_question_goes_on_in_the_same_context
     ]
     appended = TOKENIZER.decode(engine.context).replace("<think>\nlook\n</think>\n\n", "")
     assert appended == TOKENIZER.decode(chats.whole(TOKENIZER, messages)) + "Sure."
+
+
+def test_a_turn_that_was_cut_is_ended_before_the_next_question():
+    engine = Speaking("Paris is", "Sure.")
+    engine.encoded[0].pop()
+    chat = chat_of(engine)
+    assert [*chat.ask("Capital?"), *chat.ask("Sure?")] == [("assistant", "Paris is"), ("assistant", "Sure.")]
+    messages = [chats.say("user", "Capital?"), chats.say("assistant", "Paris is"), chats.say("user", "Sure?")]
+    assert engine.context == [*chats.whole(TOKENIZER, messages), *TOKENIZER.encode("Sure."), TOKENIZER.end_of_turn]
 
 
 def test_a_malformed_call_is_answered_with_what_is_wrong_with_it():

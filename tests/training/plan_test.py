@@ -52,6 +52,9 @@ def test_a_cpu_is_no_plan():
 def test_an_unknown_axis_is_named():
     with pytest.raises(ValueError, match=r"names \['model'\], expected axes of: data, fsdp, tensor, expert"):
         meshes.make_mesh("model=1", jax.devices()[:1])
+    for sizes in ("fsdp=a", "fsdp", "fsdp=0", "fsdp=2,fsdp=1"):
+        with pytest.raises(ValueError, match=f"mesh '{sizes}', expected each axis once with its size"):
+            meshes.make_mesh(sizes, jax.devices()[:1])
 
 
 @needs_libtpu
