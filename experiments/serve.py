@@ -9,6 +9,7 @@ path of a version in `--weights` loads that version; without the flag the weight
 """
 
 import asyncio
+import contextlib
 import re
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from mpo_jax.store.weights import PublishedWeights, WeightsError
 MODEL = flags.DEFINE_string("model", "search_tiny", "A packaged model or a folder.")
 WEIGHTS = flags.DEFINE_string("weights", None, "Folder of a run's published weights; the newest are loaded at first.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to serve at.")
-PORT = flags.DEFINE_integer("port", 8001, "Port to serve at.")
+PORT = flags.DEFINE_integer("port", 8001, "Port to serve at.", 1, 65535)
 KEY_FILE = flags.DEFINE_string("key_file", None, "File with the key that clients must send.")
 SLOTS = flags.DEFINE_integer("num_slots", 32, "Requests side by side.", lower_bound=1)
 CONTEXT = flags.DEFINE_integer("context_length", 384, "Most ids of a context.", lower_bound=2)
@@ -69,8 +70,9 @@ def main(_):
         key=key,
         load=load if published else None,
     )
-    print(f"http://{HOST.value}:{PORT.value}/v1 serves {service.name}, version {engine.version}", flush=True)
-    asyncio.run(serve(service, HOST.value, PORT.value))
+    served = f"http://{HOST.value}:{PORT.value}/v1 serves {service.name}, version {engine.version}"
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(service, HOST.value, PORT.value, lambda: print(served, flush=True)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ compares its policy with the warm start. `--nocredit` shows the episodes alone.
 """
 
 import asyncio
+import contextlib
 import functools
 from pathlib import Path
 
@@ -28,7 +29,7 @@ WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run.", required=Tr
 GROUPS = flags.DEFINE_integer("groups", 64, "Groups on a page; the newest ones.", lower_bound=1)
 CREDIT = flags.DEFINE_bool("credit", True, "Judge the episodes by the newest checkpoint.")
 OUTPUT = flags.DEFINE_string("output", None, "Write the page there instead of serving it.")
-PORT = flags.DEFINE_integer("port", 8000, "Where it is served, at 127.0.0.1 only.")
+PORT = flags.DEFINE_integer("port", 8000, "Where it is served, at 127.0.0.1 only.", 1, 65535)
 
 
 def make_judge(config, model, workdir: Path):
@@ -72,8 +73,9 @@ def main(_):
         Path(OUTPUT.value).write_text(page(None))
         print(f"wrote {OUTPUT.value}")
         return
-    print(f"http://127.0.0.1:{PORT.value}/ shows the newest {GROUPS.value} groups; Ctrl-C ends it")
-    asyncio.run(serve(page, PORT.value))
+    shown = f"http://127.0.0.1:{PORT.value}/ shows the newest {GROUPS.value} groups; Ctrl-C ends it"
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(serve(page, PORT.value, lambda: print(shown, flush=True)))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,9 @@ class Service:
       name: of the model.
       key: that clients must send; None asks for none.
       load: called with the path of weights that a client asks for; raises ValueError where it will not.
+
+    Raises:
+      ValueError: an empty key, which every client would have.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Service:
         key: str | None = None,
         load: Callable[[str], None] | None = None,
     ):
+        if key == "":
+            raise ValueError("the key is empty, which every client would have")
         self.batcher, self.tokenizer, self.vocabulary = batcher, tokenizer, vocabulary
         self.name, self.key, self.load = name, key, load
 
@@ -227,15 +232,17 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-async def serve(service: Service, host: str, port: int) -> None:
-    """Serves until cancelled.
+async def serve(service: Service, host: str, port: int, ready: Callable[[], None] = lambda: None) -> None:
+    """Serves until cancelled; calls `ready` once it listens.
 
     Raises:
       ValueError: others than this machine would be served without a key.
+      OSError: the address or the port cannot be had.
     """
     if service.key is None and not is_loopback(host):
         raise ValueError(f"host {host!r} is not this machine alone: a key is needed")
     server = make_app(service).listen(port, address=host, max_body_size=MAX_BODY_BYTES)
+    ready()
     try:
         await asyncio.Event().wait()
     finally:

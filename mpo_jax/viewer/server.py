@@ -38,9 +38,10 @@ def make_app(render: Callable[[int | None], str]) -> web.Application:
     return web.Application([("/", _Page, {"render": render, "lock": asyncio.Lock()})])
 
 
-async def serve(render: Callable[[int | None], str], port: int) -> None:
-    """Serves the page on the loopback address until cancelled."""
+async def serve(render: Callable[[int | None], str], port: int, ready: Callable[[], None] = lambda: None) -> None:
+    """Serves the page on the loopback address until cancelled; calls `ready` once it listens."""
     server = make_app(render).listen(port, address="127.0.0.1")
+    ready()
     try:
         await asyncio.Event().wait()
     finally:

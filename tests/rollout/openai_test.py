@@ -216,6 +216,15 @@ def test_a_browser_and_a_foreign_host_are_refused_and_a_key_is_asked_for(server)
         locked.close()
     with pytest.raises(ValueError, match=r"host '0\.0\.0\.0' is not this machine alone: a key is needed"):
         asyncio.run(serve(service, "0.0.0.0", 1))
+    with pytest.raises(ValueError, match="the key is empty, which every client would have"):
+        Service(service.batcher, service.tokenizer, service.vocabulary, name="tiny", key="")
+
+
+def test_it_says_that_it_is_ready_once_it_listens_and_not_where_the_port_is_taken(server):
+    said = []
+    with pytest.raises(OSError, match="in use"):
+        asyncio.run(serve(server.service, "127.0.0.1", server.port, lambda: said.append("ready")))
+    assert not said
 
 
 # Answers of servers that are not ours.
