@@ -20,6 +20,7 @@ from absl import app, flags, logging
 
 from experiments import environments, parts, playing, run_files, workdirs
 from mpo_jax import evaluation
+from mpo_jax.environments.question_files import read_qrels
 from mpo_jax.environments.questions import Question
 from mpo_jax.environments.search import SearchEnvironment
 from mpo_jax.environments.search_policy import ScriptedPolicy
@@ -81,6 +82,9 @@ def main(_):
     model = parts.load_model(config)
     setting = environments.build(config, model.tokenizer)
     asked = setting.fixed_tasks(SPLIT.value, QUESTIONS.value)
+    qrels = read_qrels(config.documents.qrels) if config.documents.qrels else {}
+    if RUN_FILES.value:  # what cannot be written is told before anything is played
+        Path(RUN_FILES.value).mkdir(parents=True, exist_ok=True)
     rollout = playing.make_rollout(
         config, model, setting, tasks=asked.__getitem__, group_size=SAMPLES.value, seed=config.seed + 1
     )
@@ -92,14 +96,14 @@ def main(_):
         episodes = playing.play(rollout, len(asked))
         returns = [sum(episode.rewards) for episode in episodes]
         table[name] = rates(evaluation.success(np.reshape(returns, (len(asked), -1))))
-        table[name] |= run_files.retrieved(episodes, config.documents.qrels)
+        table[name] |= run_files.retrieved(episodes, qrels)
         if RUN_FILES.value and params is not model.params:
             run_files.write(Path(RUN_FILES.value), episodes, config.documents.actions, f"{config.model}, {name}")
     if config.environment == "search":  # the only one with a scripted policy
         for noise in (NOISE.value, 0.0):
             table[f"scripted, noise {noise}"] = rates(play_scripted([task["question"] for task in asked], noise))
     if JSON.value:
-        print(json.dumps(table))
+        print(json.dumps(table, allow_nan=False))
         return
     print(f"{len(asked)} {SPLIT.value} questions, {SAMPLES.value} episodes each; mean [95 % interval]")
     for name, row in table.items():

@@ -100,9 +100,10 @@ class EpisodeStore:
         Returns:
           The index, or None while the bounds allow no new group.
         """
-        now = time.time()
         with self._transaction() as db:
-            db.execute("DELETE FROM reservations WHERE expires <= ?", (now,))
+            now = time.time()  # in it, so that no other's can be later
+            # What was begun in the future was begun before the clock was put back: it would lapse hours late.
+            db.execute("DELETE FROM reservations WHERE expires <= ? OR begun > ?", (now, now))
             slow = now - admission.straggler_seconds if admission.straggler_seconds else -1.0
             group_id = self._number(_LOWEST_FREE, owner, slow)
             if group_id > self._number(_LAST_BEGUN):

@@ -131,6 +131,13 @@ def test_reservations_lapse_are_renewed_and_released(store):
     assert store.reserve("e", 60.0) == 4
 
 
+def test_a_clock_that_is_put_back_keeps_no_dead_producers_reservation_alive(store, monkeypatch):
+    day = 86_400.0
+    for now, owner, group in ((2 * day, "killed", 0), (day, "b", 0), (day + 1, "c", 1)):
+        monkeypatch.setattr(sqlite.time, "time", lambda now=now: now)
+        assert store.reserve(owner, 60.0) == group
+
+
 def test_BUG_143_waiting_groups_and_those_in_the_making_stay_below_the_limit(store):
     assert [store.reserve(owner, 60.0, Admission(max_pending=2)) for owner in "abc"] == [0, 1, None]
     add(store, 0)
