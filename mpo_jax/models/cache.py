@@ -1,5 +1,7 @@
 """Keys and values of what was read before, and attention over them."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -34,6 +36,38 @@ class Cache:
     def length(self) -> int:
         """C, how many positions there are."""
         return self.keys[0].shape[-1]
+
+    def resized(self, length: int) -> "Cache":
+        """The same with so many positions, the last ones cut off or empty ones added.
+
+        Every array of this one is given up as soon as it is copied, so that two whole caches are never held.
+        """
+
+        def resize(x: Array, axis: int) -> Array:
+            new = _resize(x, axis, length)
+            x.delete()
+            return new
+
+        return Cache(
+            keys=tuple(resize(keys, 3) for keys in self.keys), values=tuple(resize(values, 2) for values in self.values)
+        )
+
+    def take(self, rows: Array) -> "Cache":
+        """Some rows[N], whatever for a row that there is none of; itself where they are as many as it has: all."""
+        return self if len(rows) == len(self.keys[0]) else jax.tree.map(lambda x: x.at[rows].get(mode="clip"), self)
+
+    def put(self, rows: Array, part: "Cache") -> "Cache":
+        """The same with what `take` gave of these rows replaced."""
+        if len(rows) == len(self.keys[0]):
+            return part
+        return jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), self, part)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _resize(x: Array, axis: int, length: int) -> Array:
+    if length <= x.shape[axis]:
+        return jax.lax.slice_in_dim(x, 0, length, axis=axis)
+    return jnp.pad(x, [(0, length - x.shape[axis] if i == axis else 0) for i in range(x.ndim)])
 
 
 def attend_to_cache(

@@ -15,6 +15,7 @@ from mpo_jax.rollout.sampling import Rows
 
 READ_TOKENS = 512  # most that a slot reads at once: bounds the memory of a long prompt
 STOP_IDS = 8  # most that a slot may have
+SHORTEST_CACHE = 128  # positions; it grows by doubling
 
 
 class Sampler:
@@ -69,7 +70,8 @@ class Sampler:
         self._contexts: list[list[int]] = [[] for _ in range(num_slots)]
         self._num_cached, self._num_routed = np.zeros((2, num_slots), np.int32)
         self._under_way: dict[int, _Turn] = {}
-        self._cache = Cache.empty(config, num_slots, context_length)
+        self._few = num_slots // 8  # as many rows or fewer are sampled apart from the others
+        self._cache = Cache.empty(config, num_slots, min(SHORTEST_CACHE, context_length))
         self._graph = sampling.graph_of(config)
         self._steps_per_call = min(steps_per_call or max_turn_tokens, max_turn_tokens)
 
@@ -114,19 +116,38 @@ class Sampler:
             self._under_way[slot] = turn
         if not self._under_way:
             return {}
+        self._fit_cache()
         self._read_unread()
-        may_be_left = max(len(self._under_way) - self._turns_per_call, 0)
-        self._cache, *sampled = sampling.sample(
-            self._graph,
-            self._id_type,
-            self.max_turn_tokens,
-            self._params,
-            self._cache,
-            self._rows(),
-            self._steps_per_call,
-            may_be_left,
-        )
-        return self._take(*jax.tree.map(np.asarray, sampled))
+        return self._sample(max(len(self._under_way) - self._turns_per_call, 0))
+
+    def _fit_cache(self) -> None:
+        """Makes the cache as long as the longest context may become: a step reads all of it, used or not."""
+        ends = (turn.end for turn in self._under_way.values())
+        longest = max(*map(len, self._contexts), *ends)
+        length = min(max(SHORTEST_CACHE, 1 << (longest - 1).bit_length()), self.context_length)
+        if length != self._cache.length:
+            self._cache = self._cache.resized(length)
+
+    def _sample(self, may_be_left: int) -> dict[int, Generation]:
+        """The turns that end next. As soon as few are left, those alone go on, in a program of as few rows."""
+        ended, steps = {}, self._steps_per_call
+        while steps and len(self._under_way) > may_be_left:
+            is_few = len(self._under_way) <= self._few
+            slots = sorted(self._under_way) if is_few else range(self.num_slots)
+            self._cache, *sampled = sampling.sample(
+                self._graph,
+                self._id_type,
+                self.max_turn_tokens,
+                self._params,
+                self._cache,
+                self._rows(slots, self._few if is_few else self.num_slots),
+                steps,
+                may_be_left if is_few else max(may_be_left, self._few),
+            )
+            sampled, logprobs, numbers, experts = jax.tree.map(np.asarray, sampled)
+            steps -= int(numbers.max())
+            ended |= self._take(slots, sampled, logprobs, numbers, experts)
+        return ended
 
     def _begin(self, slot: int, ids: list[int], seed: int, decoding: Decoding) -> "_Turn":
         if slot in self._under_way:
@@ -172,38 +193,49 @@ class Sampler:
             self._under_way[slot].experts.append(experts[max(self._num_routed[slot] - first, 0) :])
             self._num_routed[slot] = max(self._num_routed[slot], first + len(experts))
 
-    def _rows(self) -> Rows:
-        """What `sampling.sample` needs to know of every slot; those without a turn have no room."""
-        zeros = np.zeros(self.num_slots, np.int32)
+    def _rows(self, slots: Sequence[int], size: int) -> Rows:
+        """What `sampling.sample` needs to know of some slots, in `size` rows; those without a turn have no room."""
+        zeros = np.zeros(size, np.int32)
         rows = Rows(
+            slots=np.full(size, self.num_slots, np.int32),
             tokens=zeros,
             positions=zeros.copy(),
             room=zeros.copy(),
             seeds=zeros.astype(np.uint32),
-            stop_ids=np.full((self.num_slots, STOP_IDS), -1, np.int32),
-            temperature=np.ones(self.num_slots, np.float32),
+            stop_ids=np.full((size, STOP_IDS), -1, np.int32),
+            temperature=np.ones(size, np.float32),
             top_k=zeros.copy(),
-            top_p=np.ones(self.num_slots, np.float32),
+            top_p=np.ones(size, np.float32),
         )
-        for slot, turn in self._under_way.items():
+        rows.slots[: len(slots)] = slots
+        for row, slot in enumerate(slots):
+            if (turn := self._under_way.get(slot)) is None:
+                continue
             context, chosen = self._contexts[slot], turn.decoding
-            rows.tokens[slot], rows.positions[slot] = context[-1], len(context) - 1
-            rows.room[slot], rows.seeds[slot] = turn.end - len(context), turn.seed & 0xFFFFFFFF
-            rows.stop_ids[slot, : len(turn.stop_ids)] = turn.stop_ids
-            rows.temperature[slot], rows.top_k[slot], rows.top_p[slot] = chosen.temperature, chosen.top_k, chosen.top_p
+            rows.tokens[row], rows.positions[row] = context[-1], len(context) - 1
+            rows.room[row], rows.seeds[row] = turn.end - len(context), turn.seed & 0xFFFFFFFF
+            rows.stop_ids[row, : len(turn.stop_ids)] = turn.stop_ids
+            rows.temperature[row], rows.top_k[row], rows.top_p[row] = chosen.temperature, chosen.top_k, chosen.top_p
         return rows
 
     def _take(
-        self, sampled: np.ndarray, logprobs: np.ndarray, numbers: np.ndarray, experts: np.ndarray | None
+        self,
+        slots: Sequence[int],
+        sampled: np.ndarray,
+        logprobs: np.ndarray,
+        numbers: np.ndarray,
+        experts: np.ndarray | None,
     ) -> dict[int, Generation]:
-        """Appends what was sampled to the contexts; the turns that have ended with it."""
+        """Appends what was sampled, a row a slot, to the contexts; the turns that have ended with it."""
         ended = {}
-        for slot, turn in list(self._under_way.items()):
-            context, number = self._contexts[slot], int(numbers[slot])
+        for row, slot in enumerate(slots):
+            if (turn := self._under_way.get(slot)) is None:
+                continue
+            context, number = self._contexts[slot], int(numbers[row])
             if experts is not None:
-                self._note(slot, len(context) - 1, experts[slot, :number])
-            context += sampled[slot, :number].tolist()
-            turn.logprobs += logprobs[slot, :number].tolist()
+                self._note(slot, len(context) - 1, experts[row, :number])
+            context += sampled[row, :number].tolist()
+            turn.logprobs += logprobs[row, :number].tolist()
             self._num_cached[slot] = len(context) - 1  # the last sampled token is not read yet
             stopped = context[-1] in turn.stop_ids
             if stopped or len(context) == turn.end:

@@ -15,8 +15,12 @@ from mpo_jax.types import Array
 
 @chex.dataclass(frozen=True, mappable_dataclass=False)
 class Rows:
-    """What is to be sampled, a row a slot: after which id, not yet read, at which position, and how many at most."""
+    """What is to be sampled, N rows: in which slot, after which id, not yet read, at which position, how many at most.
 
+    Slot B is none; of N = B rows each is in the slot of its number.
+    """
+
+    slots: Array
     tokens: Array
     positions: Array
     room: Array
@@ -47,16 +51,10 @@ def read(graph, id_type, params, cache, rows, tokens, starts, counts):
 
     Where `id_type` says how experts are written, also those of each token, [N,W,L·k]; None otherwise.
     """
-    model, num_slots, context = nnx.merge(graph, params), len(cache.keys[0]), cache.length
     steps = jnp.arange(tokens.shape[1])[None, :]
-    positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, context)
-    if len(rows) == num_slots:
-        _, cache, routing = model.routed(tokens, positions, cache=cache)
-        return cache, _compact(routing, id_type)
-    part = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), cache)
-    _, part, routing = model.routed(tokens, positions, cache=part)
-    cache = jax.tree.map(lambda x, new: x.at[rows].set(new, mode="drop"), cache, part)
-    return cache, _compact(routing, id_type)
+    positions = jnp.where(steps < counts[:, None], starts[:, None] + steps, cache.length)
+    _, part, routing = nnx.merge(graph, params).routed(tokens, positions, cache=cache.take(rows))
+    return cache.put(rows, part), _compact(routing, id_type)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
@@ -64,11 +62,11 @@ def sample(graph, id_type, width, params, cache, rows, steps, may_be_left):
     """Reads each row's last id and samples the next, until at most `may_be_left` rows go on, or `steps` times.
 
     Returns:
-      The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [B,width], how
-      many were sampled [B], and the experts that read the token before each, [B,width,L·k], as for `read`.
+      The cache with all but each row's last sampled token, the sampled ids and their log-probabilities [N,width], how
+      many were sampled [N], and the experts that read the token before each, [N,width,L·k], as for `read`.
     """
     model = nnx.merge(graph, params)
-    head, context, num_slots = model.head(), cache.length, rows.tokens.shape[0]
+    head, context, number_of_rows = model.head(), cache.length, len(rows.slots)
     plain = ((rows.temperature == 1) & (rows.top_k == 0) & (rows.top_p == 1)).all()
     greedy = ((rows.temperature == 0) | (rows.room == 0)).all()
 
@@ -102,9 +100,9 @@ def sample(graph, id_type, width, params, cache, rows, steps, may_be_left):
     def goes_on(carry):
         return (carry[0] < steps) & (carry[-1].sum() > may_be_left)
 
-    empty, number = jnp.zeros((num_slots, width)), jnp.zeros(num_slots, jnp.int32)
+    empty, number = jnp.zeros((number_of_rows, width)), jnp.zeros(number_of_rows, jnp.int32)
     choices = model.config.expert_layers * model.config.experts_per_token
-    experts = None if id_type is None else jnp.zeros((num_slots, width, choices), id_type)
-    carry = (0, cache, rows.tokens, empty.astype(jnp.int32), empty, number, experts, rows.room > 0)
-    _, cache, _, sampled, logprobs, number, experts, _ = jax.lax.while_loop(goes_on, advance, carry)
-    return cache, sampled, logprobs, number, experts
+    experts = None if id_type is None else jnp.zeros((number_of_rows, width, choices), id_type)
+    carry = (0, cache.take(rows.slots), rows.tokens, empty.astype(jnp.int32), empty, number, experts, rows.room > 0)
+    _, part, _, sampled, logprobs, number, experts, _ = jax.lax.while_loop(goes_on, advance, carry)
+    return cache.put(rows.slots, part), sampled, logprobs, number, experts
