@@ -14,6 +14,7 @@ from mpo_jax.rollout.protocol import Generation
 from mpo_jax.rollout.sampling import Rows
 
 READ_TOKENS = 512  # most that a slot reads at once: bounds the memory of a long prompt
+READ_COST = 64  # tokens that one reading costs beside its own, for the weights are read as well
 STOP_IDS = 8  # most that a slot may have
 SHORTEST_CACHE = 128  # positions; it grows by doubling
 
@@ -164,15 +165,15 @@ class Sampler:
     def _read_unread(self) -> None:
         """Brings all but the last id of every context with a turn under way into the cache.
 
-        Few rows are read in small groups, many all at once.
+        The longest are read first, an eighth of the slots at a time, or all at once where that costs less.
         """
         unread = {s: len(self._contexts[s]) - 1 - int(self._num_cached[s]) for s in self._under_way}
+        few = max(self._few, 1)
         while slots := sorted((s for s, number in unread.items() if number), key=unread.get, reverse=True):
-            group = max(self.num_slots // 8, 1)
-            size = group if 2 * len(slots) < self.num_slots else self.num_slots
-            slots = slots[:size]
-            longest = min(unread[slots[0]], READ_TOKENS)
-            width = min(1 << (max(longest, 16) - 1).bit_length(), self.context_length)
+            widths = [_width(unread[slot]) for slot in slots[::few]]
+            apart = sum(few * width + READ_COST for width in widths)
+            size = few if apart < self.num_slots * widths[0] + READ_COST else self.num_slots
+            slots, width = slots[:size], min(widths[0], self.context_length)
             tokens, rows = np.zeros((size, width), np.int32), np.full(size, self.num_slots, np.int32)
             starts, counts = np.zeros((2, size), np.int32)
             for place, slot in enumerate(slots) if size < self.num_slots else zip(slots, slots, strict=True):
@@ -244,6 +245,12 @@ class Sampler:
                 ended[slot] = Generation(context[turn.start :], turn.logprobs, reason, experts=told)
                 del self._under_way[slot]
         return ended
+
+
+def _width(number: int) -> int:
+    """In how many columns so many unread tokens are read at once, so that few programs are compiled."""
+    double = 1 << (max(min(number, READ_TOKENS), 16) - 1).bit_length()
+    return double * 3 // 4 if double >= 128 and number <= double * 3 // 4 else double
 
 
 @dataclasses.dataclass
