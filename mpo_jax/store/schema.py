@@ -68,8 +68,11 @@ def connect(path: str, *, read_only: bool) -> sqlite3.Connection:
         if read_only:
             raise StoreError(f"{path}: no such episode store")
         _create(path)
-    uri = f"file:{os.path.abspath(path).replace('%', '%25').replace('?', '%3f').replace('#', '%23')}"
-    db = sqlite3.connect(f"{uri}?mode={'ro' if read_only else 'rw'}", _BUSY_SECONDS, isolation_level=None, uri=True)
+    whole = os.path.abspath(path)
+    uri, mode = f"file:{whole.replace('%', '%25').replace('?', '%3f').replace('#', '%23')}", "ro" if read_only else "rw"
+    if read_only and not os.access(os.path.dirname(whole), os.W_OK) and not os.path.exists(f"{whole}-wal"):
+        mode += "&immutable=1"  # SQLite cannot put its files beside it, and where there is no log nobody writes
+    db = sqlite3.connect(f"{uri}?mode={mode}", _BUSY_SECONDS, isolation_level=None, uri=True)
     try:
         if _number(db, "application_id") != APPLICATION_ID:
             raise StoreError(f"{path}: empty or of another program, not an episode store")

@@ -110,3 +110,15 @@ def test_any_file_name_will_do(name, tmp_path):
     store.close()
     assert EpisodeStore(tmp_path / name, read_only=True).count() == 2
     assert (tmp_path / name).exists()
+
+
+def test_a_store_in_a_folder_that_is_not_ours_to_write_can_be_read(tmp_path, monkeypatch):
+    """A colleague's, or one on a read-only disk. SQLite would put its log beside it, and fail where it cannot."""
+    store = EpisodeStore(tmp_path / "s.sqlite")
+    add(store, 0, 1)
+    store.close()
+    monkeypatch.setattr(schema.os, "access", lambda path, mode: False)
+    reader = EpisodeStore(tmp_path / "s.sqlite", read_only=True)
+    assert len(list(reader.episodes())) == reader.count() > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["s.sqlite"]
+    reader.close()
