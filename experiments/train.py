@@ -75,6 +75,8 @@ def train(config: ml_collections.ConfigDict, workdir: Path) -> None:
     home.mkdir(exist_ok=True)
     checkpoints = Checkpoints(workdir / "checkpoints", agree=cluster.all)
     state = parts.restore_state(checkpoints, state)
+    if int(state.step) > settings.num_steps:
+        raise ValueError(f"num_steps={settings.num_steps}, but {workdir} has done {int(state.step)} steps already")
     store = EpisodeStore(home / "episodes.sqlite", vocab_size=model.config.vocab_size)
     published = PublishedWeights(workdir / "weights")
     evaluate = playing.make_evaluate(config, model, setting, learner)

@@ -59,9 +59,14 @@ class Checkpoints:
         Returns:
           Its step and state, or None where there is none. A damaged one is passed over with a warning that names it;
           all processes pass over one that any of them cannot read.
+
+        Raises:
+          ValueError: there are some, but none can be read: damaged all, or of another model or algorithm. To begin anew
+            would make an end of what they belong to.
         """
         self.wait()
-        for step in sorted(self._manager.all_steps(), reverse=True):
+        steps = sorted(self._manager.all_steps(), reverse=True)
+        for step in steps:
             state = None
             try:
                 state = self._manager.restore(step, args=ocp.args.StandardRestore(like))
@@ -69,6 +74,11 @@ class Checkpoints:
                 log.warning("skipped damaged checkpoint %s: %s", self.folder / str(step), error)
             if self._agree(state is not None):
                 return step, state
+        if steps:
+            raise ValueError(
+                f"{self.folder}: none of the checkpoints {steps} can be read as this run's, the warnings say why; "
+                "to begin anew choose another --workdir, or delete the folder"
+            )
         return None
 
     def close(self) -> None:

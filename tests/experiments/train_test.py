@@ -92,6 +92,9 @@ def test_a_run_repeats_bit_for_bit_and_goes_on_as_if_it_had_never_stopped(run, t
     assert numbers(broken)[:5] == numbers(whole)[:5]
     assert numbers(broken)[5] == numbers(whole)[5]
     assert episodes(broken) == episodes(whole)
+    with pytest.raises(ValueError, match=rf"num_steps=4, but {broken} has done 5 steps already"):
+        run(broken, num_steps=4)
+    assert numbers(broken)[5] == numbers(whole)[5]  # to go on would have taken out the last evaluation
     first, second = (PublishedWeights(folder / "weights").load() for folder in (whole, broken))
     assert first[1] == second[1] == 5 and runs.equal(first[0], second[0])
 

@@ -99,13 +99,17 @@ def test_what_another_process_cannot_read_is_passed_over_by_all(tmp_path):
     np.testing.assert_array_equal(restored["x"], [0, 1, 2])
 
 
-def test_a_folder_without_one_readable_checkpoint_is_a_new_run_with_warnings(tmp_path, caplog):
+@pytest.mark.parametrize("kind", ["damaged", "of another algorithm"])
+def test_a_folder_without_one_readable_checkpoint_is_no_new_run(tmp_path, caplog, kind):
+    """A run that began anew there would remove its weights, its metrics and these checkpoints."""
     state = runs.fresh_state("mpo")
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(2, state)
     checkpoints.close()
-    truncate(tmp_path / "2")
-    assert Checkpoints(tmp_path).restore(state) is None
+    if kind == "damaged":
+        truncate(tmp_path / "2")
+    with pytest.raises(ValueError, match=rf"{tmp_path}: none of the checkpoints \[2\] can be read"):
+        Checkpoints(tmp_path).restore(state if kind == "damaged" else runs.fresh_state("gspo"))
     assert str(tmp_path / "2") in caplog.text
 
 
