@@ -1,6 +1,7 @@
 """Files of JSON lines: every fault names the file, the line and the field."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,26 @@ def text_field(record: Mapping[str, Any], name: str, place: str, *, may_be_empty
     """Takes a text out of a record; numbers count as texts, as ids often are.
 
     Raises:
-      ValueError: it is absent, of another type, or empty; the message names its place.
+      ValueError: it is absent, of another type, empty, or holds half a character; the message names its place.
     """
     value = record.get(name)
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
+    infinite = isinstance(value, float) and not math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or infinite:
         has = ", ".join(map(str, record))
         raise ValueError(f"{place}: {name} is {value!r}, expected a text; the fields are {has}")
     if not str(value).strip() and not may_be_empty:
         raise ValueError(f"{place}: {name} is empty, expected a text")
+    try:
+        str(value).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half a surrogate pair
+        raise ValueError(f"{place}: {name} is not all text: {error}") from error
     return str(value)
 
 
 def _parse(line: str, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: no JSON: {error}") from error
     if not isinstance(record, dict):
         raise ValueError(f"{place}: a {type(record).__name__}, expected an object")

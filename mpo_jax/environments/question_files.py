@@ -87,7 +87,7 @@ def read_qrels(path: Path | str) -> dict[str, frozenset[str]]:
     for number, line in enumerate(lines, start=1):
         if not (fields := line.split()):
             continue
-        if len(fields) != 4 or not fields[3].lstrip("-").isdigit():
+        if len(fields) != 4 or not fields[3].removeprefix("-").isdecimal():
             raise ValueError(f"{path}, line {number}: {line!r}, expected: query_id iteration docid relevance")
         relevant.setdefault(fields[0], set())
         if int(fields[3]) > 0:

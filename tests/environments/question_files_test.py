@@ -70,6 +70,9 @@ def test_hle_leaves_out_images(write):
         ([{"query_id": True, "query": "q", "answer": "a"}], r"query_id is True"),
         ([{"query_id": 1, "query": " ", "answer": "a"}], r"query is empty"),
         ([{"query_id": 1, "query": "q", "answer": "a"}] * 2, r"line 2: query_id '1' occurs a second time"),
+        (['{"query_id": NaN, "query": "q", "answer": "a"}'], r"line 1: query_id is nan, expected a text"),
+        (['{"query_id": 1, "query": "\\ud800", "answer": "a"}'], r"line 1: query is not all text: .*surrogates"),
+        (['{"query_id": ' + "9" * 5_000 + "}"], r"line 1: no JSON: .*digits"),
         (["{"], r"line 1: no JSON"),
         (["[" * 100_000], r"line 1: no JSON"),
         (["[1]"], r"line 1: a list, expected an object"),
@@ -93,6 +96,9 @@ def test_qrels(tmp_path):
     path = tmp_path / "qrel.txt"
     path.write_text("7 0 d1 1\n7 Q0 d2\t2\n\n7 0 d3 0\n8 0 d1 0\n")
     assert read_qrels(path) == {"7": {"d1", "d2"}, "8": set()}
+    path.write_text("7 0 d1 ²\n")
+    with pytest.raises(ValueError, match=r"qrel\.txt, line 1: '7 0 d1 ²', expected: query_id iteration"):
+        read_qrels(path)
     path.write_text("7 0 d1 1\n7 d1 1\n")
     with pytest.raises(ValueError, match=r"qrel\.txt, line 2: '7 d1 1', expected: query_id iteration docid relevance"):
         read_qrels(path)
