@@ -8,8 +8,9 @@ The second one takes the steps' scores from a table of `experiments.score --form
 
 import json
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import programs
 from mpo_jax.scoring.attribution import RULES, SPLITS, attribute
 
 DATA = flags.DEFINE_string("data", None, "Folder that holds a folder for each split.", required=True)
@@ -49,4 +50,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

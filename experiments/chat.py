@@ -7,9 +7,9 @@ python -m experiments.chat --model=path/to/Qwen3-4B --documents=own.jsonl
 import contextlib
 from collections.abc import Iterator
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import parts
+from experiments import parts, programs
 from mpo_jax.environments.corpus import factbook
 from mpo_jax.environments.document_search import SCHEMAS, DocumentSearchEnvironment
 from mpo_jax.environments.documents import Document, DocumentIndex
@@ -82,4 +82,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from absl import app, flags
 
+from experiments import programs
 from mpo_jax.store.export import import_episodes, read_jsonl, write_jsonl
 from mpo_jax.store.sqlite import EpisodeStore
 from mpo_jax.store.verifiers_results import read_results, write_results
@@ -61,4 +62,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

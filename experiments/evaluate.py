@@ -16,9 +16,9 @@ import random
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import environments, parts, playing, run_files, workdirs
+from experiments import environments, parts, playing, programs, run_files, workdirs
 from mpo_jax import evaluation
 from mpo_jax.environments.question_files import read_qrels
 from mpo_jax.environments.questions import Question
@@ -118,4 +118,4 @@ flags.register_multi_flags_validator(
 )
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -10,11 +10,11 @@ much of that agent's manner as of the reward. They are rendered as they are scor
 import dataclasses
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import parts
+from experiments import parts, programs
 from mpo_jax import evaluation
 from mpo_jax.models import lora, weights
 from mpo_jax.models.config import TransformerConfig
@@ -77,4 +77,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -10,8 +10,9 @@ folders `alpha-0.25` in it.
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 
+from experiments import programs
 from mpo_jax.scoring.merging import METHODS, Recipe, merge_folders
 
 REFERENCE = flags.DEFINE_string("reference", None, "Folder of the model that task vectors start from.", required=True)
@@ -42,4 +43,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -12,9 +12,9 @@ import json
 from pathlib import Path
 
 import numpy as np
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import environments, parts, playing, workdirs
+from experiments import environments, parts, playing, programs, workdirs
 from mpo_jax import evaluation
 from mpo_jax.models import weights
 from mpo_jax.rollout.monitor import MonitoredEngine, mean_below
@@ -74,4 +74,4 @@ def describe(table: dict) -> str:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

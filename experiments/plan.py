@@ -10,9 +10,9 @@ The compiler is libtpu's and runs on the CPU (`pip install libtpu==0.0.42.1`); `
 import dataclasses
 import json
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import meshes
+from experiments import meshes, programs
 from experiments.configs import qwen3
 from mpo_jax import algorithms
 from mpo_jax.training import plan
@@ -51,4 +51,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

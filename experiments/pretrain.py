@@ -15,11 +15,11 @@ import dataclasses
 import time
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from flax import nnx
 from tqdm import tqdm
 
-from experiments import parts
+from experiments import parts, programs
 from mpo_jax.models.pretrained import Pretrained, load, save
 from mpo_jax.models.tokenizer import ChatTokenizer, train_bpe
 from mpo_jax.models.transformer import Transformer, TransformerConfig
@@ -81,4 +81,4 @@ def new_model() -> Pretrained:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

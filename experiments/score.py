@@ -12,8 +12,9 @@ file has itself. Interrupted, the same command goes on.
 
 import functools
 
-from absl import app, flags, logging
+from absl import flags, logging
 
+from experiments import programs
 from mpo_jax.scoring import pipeline, readers, sources
 from mpo_jax.scoring.episode_scores import LEVELS, REDUCTIONS, Aggregation
 
@@ -64,4 +65,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -13,9 +13,9 @@ import contextlib
 import re
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import parts
+from experiments import parts, programs
 from mpo_jax.models import pretrained, weights
 from mpo_jax.rollout.batcher import Batcher
 from mpo_jax.rollout.engine import Sampler
@@ -76,4 +76,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

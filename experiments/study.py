@@ -12,9 +12,9 @@ on with 50.
 import json
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import environments, parts, playing, workdirs
+from experiments import environments, parts, playing, programs, workdirs
 from mpo_jax.models import weights
 from mpo_jax.scoring import study
 from mpo_jax.store.weights import PublishedWeights
@@ -56,4 +56,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

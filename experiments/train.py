@@ -12,10 +12,10 @@ A run that was stopped, in whatever way, goes on where its last checkpoint left 
 from pathlib import Path
 
 import ml_collections
-from absl import app, flags, logging
+from absl import flags, logging
 from ml_collections import config_flags
 
-from experiments import adapters, environments, meshes, parts, playing, processes, watching, workdirs
+from experiments import adapters, environments, meshes, parts, playing, processes, programs, watching, workdirs
 from experiments.workers import Cluster as Fleet
 from experiments.workers import InlineWorker, RayWorkers, WorkerProcess
 from mpo_jax.models.pretrained import Pretrained
@@ -141,4 +141,4 @@ def make_log(
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)

@@ -12,9 +12,9 @@ import contextlib
 import functools
 from pathlib import Path
 
-from absl import app, flags, logging
+from absl import flags, logging
 
-from experiments import parts, workdirs
+from experiments import parts, programs, workdirs
 from mpo_jax.models import pretrained
 from mpo_jax.models.tokenizer import pieces
 from mpo_jax.store.sqlite import EpisodeStore
@@ -79,4 +79,4 @@ def main(_):
 
 
 if __name__ == "__main__":
-    app.run(main)
+    programs.run(main)
