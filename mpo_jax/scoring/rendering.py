@@ -25,7 +25,8 @@ def render(transcript: Transcript, tokenizer: Tokenizer) -> Tokens:
         return transcript.tokens
     ids, owners, mask = [], [], []
     if not isinstance(tokenizer, ChatTokenizer):
-        ids += tokenizer.encode("").ids  # the token that begins a text, where the tokenizer has one
+        encoded = tokenizer.encode("a")  # for the tokens that begin a text; some tokenizers end it with others
+        ids += encoded.ids[: encoded.special_tokens_mask.index(0)]
         owners, mask = [0] * len(ids), [False] * len(ids)
     for index, message in enumerate(transcript.messages):
         header, text = _frame(message.role, message.text, message.action, tokenizer)

@@ -42,3 +42,16 @@ def test_bug_013_no_action_is_without_a_token(tokenizer, text):
     bare = tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else tokenizer.tokenizer
     assert text.strip().lower() in bare.decode(own).lower()
     assert any(keep_last(found, len(own)).mask)
+
+
+@pytest.mark.parametrize("template", ["<|im_start|> $A", "<|im_start|> $A <|endoftext|>", "$A <|endoftext|>", "$A"])
+def test_a_transcript_has_the_token_that_begins_a_text_and_none_that_ends_one(template):
+    """BUG-112's sibling: the ends of a tokenizer that adds both stood before the first message."""
+    bare = tokenizers.Tokenizer.from_str(chats.tokenizer().to_str())
+    special = [(name, bare.token_to_id(name)) for name in ("<|im_start|>", "<|endoftext|>") if name in template]
+    bare.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=special)
+    begins = [bare.token_to_id("<|im_start|>")] * template.startswith("<|im_start|>")
+    found = render(transcript(("user", "q"), ("assistant", "a")), bare)
+    plain = bare.encode("[user]: q\n[assistant]: a\n", add_special_tokens=False)
+    assert found.ids[: len(begins)] == begins
+    assert bare.decode(found.ids[len(begins) :], skip_special_tokens=False) == bare.decode(plain.ids)
