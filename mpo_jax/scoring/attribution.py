@@ -113,12 +113,12 @@ def attribute(
         raise ValueError(f"rule {rule!r} needs --scores, a table that `python -m experiments.score` wrote")
     by_episode = None if scores is None else tables.step_scores(scores, column or chosen.column or "mean_logprob")
     rng, errors = np.random.default_rng(seed), []
-    actual, predicted, unscored = {}, {}, []
+    actual, predicted, unscored, tasks = {}, {}, [], {}
     for transcript in readers.read(Path(folder, split), "who_and_when", errors):
         name = transcript.episode_id
         if only_scored and name not in by_episode:
             continue
-        actual[name] = transcript.mistake
+        actual[name], tasks[name] = transcript.mistake, transcript.task_id
         if (found := _predict(transcript, chosen, by_episode if chosen.column else None, rng)) is None:
             unscored.append(name)
         else:
@@ -126,6 +126,8 @@ def attribute(
     files = len(actual) + (0 if only_scored else len(errors))
     if not files:
         raise ValueError(f"{scores}: scores of {list(by_episode)[:3]}…, of none of the files in {Path(folder, split)}")
+    if scores is not None:
+        tables.check_tasks(scores, tasks)
     accuracy, intervals = _accuracies(actual, predicted, files)
     distances = [abs(found.step - actual[name].step) for name, found in predicted.items()]
     return {

@@ -48,6 +48,7 @@ def evaluate(
     if not found:
         raise ValueError(f"{episodes}: not one of {len(errors)} episodes can be read")
     if scores is not None:
+        tables.check_tasks(scores, {one.episode_id: one.task_id for one in found})
         found = outcomes.with_scores(found, tables.episode_scores(scores))
     summary = {"unreadable": errors, **outcomes.summarise(found, threshold=threshold, num_samples=num_samples)}
     if output is not None:

@@ -108,6 +108,24 @@ def _number(path: Path | str, row: Row, column: str) -> float:
         raise ValueError(f"{path}: {column} is no number ({error}) in the row {str(row)[:300]}") from None
 
 
+def check_tasks(path: Path | str, tasks: Mapping[str, str]) -> None:
+    """Finds out whether a table is of other episodes, which may have the same names: they are often mere numbers.
+
+    Args:
+      path: of the table; rows without a `task` may be of any.
+      tasks: of the episodes, by name.
+
+    Raises:
+      ValueError: as `read_table` does, or an episode has another task there.
+    """
+    for row in read_table(path):
+        name, task = str(row.get("episode")), row.get("task")
+        if task is not None and tasks.get(name, str(task)) != str(task):
+            raise ValueError(
+                f"{path}: episode {name!r} is of task {task!r}, but here of {tasks[name]!r}: scores of other episodes"
+            )
+
+
 def check_ending(path: Path | str) -> None:
     """Raises the ValueError of `write_table`, before any work is done."""
     _kind(Path(path), _WRITERS)

@@ -74,6 +74,14 @@ def test_rules_with_scores(folder):
         attribution.attribute(folder, "Hand-Crafted", "sharpest_drop", scores=table, column="missing")
 
 
+def test_scores_of_the_other_split_are_refused(folder):
+    """Both number their files from 1."""
+    rows = [{"level": "step", "episode": "1", "task": "elsewhere", "step": step, "score": 0.0} for step in (1, 2, 3)]
+    files.write_lines(folder / "scores.jsonl", rows)
+    with pytest.raises(ValueError, match=r"scores\.jsonl: episode '1' is of task 'elsewhere', but here of 'q3'"):
+        attribution.attribute(folder, "Hand-Crafted", "sharpest_drop", scores=folder / "scores.jsonl")
+
+
 def test_files_that_were_not_scored_can_be_left_out(folder):
     table = folder / "scores.jsonl"
     files.write_lines(

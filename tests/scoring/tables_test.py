@@ -93,6 +93,15 @@ def test_a_number_beyond_all_floats_is_named(tmp_path):
         tables.episode_scores(tmp_path / "x.jsonl")
 
 
+def test_a_table_of_other_episodes_is_known_by_their_tasks(tmp_path):
+    tables.write_table(
+        tmp_path / "x.csv", {"episode": str, "task": str}, [{"episode": "1", "task": "t"}, {"episode": "2"}]
+    )
+    tables.check_tasks(tmp_path / "x.csv", {"1": "t", "2": "any", "3": "not there"})
+    with pytest.raises(ValueError, match=r"x\.csv: episode '1' is of task 't', but here of 'u': scores of other"):
+        tables.check_tasks(tmp_path / "x.csv", {"1": "u"})
+
+
 def test_a_step_scored_nan_is_not_scored(tmp_path):
     """The lowest of scores with a NaN among them would be the NaN."""
     (tmp_path / "x.csv").write_text("level,episode,step,score\nstep,a,1,nan\nstep,a,2,-1\n")
