@@ -1,4 +1,4 @@
-"""Softmax attention of packed rows: over whole rows of scores, or fused where the device has a kernel for it."""
+"""Softmax attention of packed rows: over whole rows of scores, or as suits the device."""
 
 from collections.abc import Callable
 
@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from mpo_jax.models.mesh import ROWS
+from mpo_jax.models.row_attention import attend_by_rows
 from mpo_jax.types import Array
 
 BLOCKS = (512, 256, 128)  # tokens at a time on a TPU: the largest that divides a row
@@ -20,7 +21,7 @@ def attend(
     On a TPU whole rows are attended to by blocks, and no [T,T] scores are held. See *FlashAttention-2*
     (arXiv:2307.08691) and jax's splash attention. On a GPU of NVIDIA cuDNN attends to rows in half precision and holds
     no scores, but reads the mask as numbers [B,1,T,T], which are what keeps packed segments apart there. That has been
-    compiled to cuDNN's call only, not run.
+    compiled to cuDNN's call only, not run. On a CPU one row after the other is attended to, see `row_attention`.
 
     Args:
       q: [B,T,N,H].
@@ -44,8 +45,12 @@ def attend(
     def by_cudnn(q, k, v, mask, segment_ids):
         return _by_cudnn(q, k, v, mask, scale)
 
+    def by_rows(q, k, v, mask, segment_ids):
+        return _placed(attend_by_rows)(q * jnp.asarray(scale, q.dtype), k, v, mask)
+
     kernels = {}
     if segment_ids is not None and k.shape[2] % _tensor() == 0:
+        kernels |= {"cpu": by_rows}
         kernels |= {"tpu": by_blocks} if fits(q.shape[1], q.shape[-1]) else {}
         kernels |= {"cuda": by_cudnn} if _has_cuda() and fits_cudnn(q.shape[1], q.shape[-1], q.dtype) else {}
     if not kernels:
