@@ -71,9 +71,10 @@ class Attention(nnx.Module):
     def __call__(self, x, positions, mask, segment_ids, cache):
         c = self.config
         rows, length, _ = x.shape
-        q = self.query(x).reshape(rows, length, c.num_heads, c.head_dim)
-        k = self.key(x).reshape(rows, length, c.num_kv_heads, c.head_dim)
-        v = self.value(x).reshape(rows, length, c.num_kv_heads, c.head_dim)
+        q, k, v = (
+            linear(x.reshape(rows * length, -1)).reshape(rows, length, -1, c.head_dim)
+            for linear in (self.query, self.key, self.value)
+        )
         if c.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
         theta, scaling = (c.local_rope_theta, None) if self.local else (c.rope_theta, c.rope_scaling)
@@ -92,7 +93,7 @@ class Attention(nnx.Module):
         else:
             k = k if share is None else smear(k, share, positions == 0)
             mixed = attend(q, k, v, mask, segment_ids=segment_ids, window=self.window, scale=c.attention_scale)
-        return self.output(mixed.reshape(rows, length, -1)), cache
+        return self.output(mixed.reshape(rows * length, -1)).reshape(rows, length, -1), cache
 
 
 class Mlp(nnx.Module):
@@ -105,7 +106,8 @@ class Mlp(nnx.Module):
         self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, rngs=rngs)
 
     def __call__(self, x):
-        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
+        flat = x.reshape(-1, x.shape[-1])  # of [B,T,…] XLA for CPUs would turn activations around for the gradients
+        return self.down(ACTIVATIONS[self.activation](self.gate(flat)) * self.up(flat)).reshape(x.shape)
 
 
 class Block(nnx.Module):
