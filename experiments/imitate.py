@@ -45,7 +45,6 @@ def scanned(config: TransformerConfig, params: nnx.State) -> tuple[TransformerCo
 def main(_):
     logging.set_verbosity(logging.WARNING)
     parts.keep_freed_memory()
-    Path(OUTPUT.value).mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     tokenizer, errors = sources.load_tokenizer(MODEL.value), []
     read = [one for one in readers.read(EPISODES.value, FORMAT.value, errors) if one.reward is not None]
     good = [one for one in read if evaluation.success(one.reward, THRESHOLD.value)]
@@ -53,6 +52,7 @@ def main(_):
     sequences = [(one.ids, one.mask) for one in map(rendering.without_first, kept) if any(one.mask)]
     if not sequences:
         raise ValueError(f"{EPISODES.value}: not one success to imitate among {len(read)} episodes with a reward")
+    Path(OUTPUT.value).mkdir(parents=True, exist_ok=True)  # what cannot be written is told before the work
     print(f"{len(sequences)} of {len(read)} episodes are imitated; {len(errors)} could not be read")
     config, params = scanned(*sources.load_params(MODEL.value))
     settings = lora.LoraConfig(rank=RANK.value, alpha=2.0 * RANK.value)
