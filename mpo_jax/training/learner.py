@@ -174,8 +174,8 @@ class Learner:
         """What the critic explains of the returns of episodes that it was not trained on."""
         batch, _ = self._pack(started(episodes))
         judged = self.evaluate(state, batch)
-        returns = self.targets(batch, judged).returns
-        return float(kernels.explained_variance(judged.values, returns, batch.action_mask))
+        targets = self.targets(batch, judged)
+        return float(kernels.explained_variance(judged.values, targets.returns, targets.value_weights > 0))
 
     def _pack(self, episodes: Sequence[Episode]) -> tuple[Trajectories, np.ndarray]:
         s = self.settings
@@ -220,10 +220,10 @@ class Learner:
     ) -> dict[str, jax.Array]:
         """Metrics of the batch as it came, and of the ratio on the last minibatch after its update.
 
-        By turn length, `clip_fraction` and `gradient_removed` are of the bounds ±0.2 for every algorithm, so that runs
-        can be compared.
+        Episodes without a finite reward are counted, and in nothing else. By turn length, `clip_fraction` and
+        `gradient_removed` are of the bounds ±0.2 for every algorithm, so that runs can be compared.
         """
-        mask = batch.action_mask
+        mask, part = targets.value_weights > 0, part.replace(action_mask=part_targets.value_weights > 0)
         found = {
             "waste": jnp.mean(batch.sequence_ids == PADDING),
             "waste_empty_rows": jnp.mean(jnp.all(batch.group_ids == PADDING, axis=1)),

@@ -131,6 +131,38 @@ def test_metrics_say_what_the_batch_was():
     assert all(isinstance(x, float) for x in metrics.values())
 
 
+def without_reward(episode):
+    return msgspec.structs.replace(episode, rewards=[float("nan")] * len(episode.rewards))
+
+
+def test_an_episode_without_a_finite_reward_is_in_no_mean_over_tokens():
+    """Its returns and old log-probs are 0 by then: as facts they would be a critic's failure and a ratio of e⁻¹⁰⁰."""
+    learner, state = runs.learner("mpo", minibatches=1), runs.fresh_state("mpo")
+    episodes = runs.as_sampled(learner, state, runs.flat(runs.make_groups()))
+    batch, _, judged, targets = learner.prepare(state, [without_reward(episodes[0]), *episodes[1:]])
+    counted = np.asarray(targets.value_weights) > 0
+    assert 0 < counted.sum() < batch.action_mask.sum()
+    judged = judged.replace(
+        values=np.where(counted, targets.returns, np.float32(7)),
+        entropy=np.where(counted, np.float32(1), np.float32(9)),
+    )
+    found = learner.diagnose(state, batch, judged, targets, batch, targets)
+    assert found["nonfinite_rewards"] == 1 and found["entropy"] == 1 and found["explained_variance"] == 1
+    assert found["behavior_kl"] == pytest.approx(0, abs=1e-6)  # the engine's log-probs are the policy's
+    assert found["effective_sample_size"] == pytest.approx(1, abs=1e-6)  # which has not moved: all ratios are 1
+
+
+def test_what_the_critic_explains_of_held_out_episodes_leaves_those_without_a_finite_reward_out():
+    learner, state = runs.learner("mpo", minibatches=1), runs.fresh_state("mpo")
+    flat, rng = weights.flatten(state.critic), np.random.default_rng(0)
+    head = rng.normal(size=flat["value.kernel"].shape).astype(np.float32)
+    state = state.replace(critic=weights.unflatten(state.critic, {**flat, "value.kernel": head}))
+    episodes = runs.flat(runs.make_groups())
+    found = learner.explained_variance(state, [without_reward(episodes[1]), *episodes[2:]])
+    assert found == pytest.approx(learner.explained_variance(state, episodes[2:]), rel=1e-4)
+    assert found < -0.1
+
+
 def test_the_version_lag_is_counted_in_steps():
     """BUG-143: mean staleness is reported."""
     episodes = [runs.make_episode(0, 0, [[9], [9]], [0.0, 1.0], versions=[1, 3])]
