@@ -19,16 +19,26 @@ def muon_matrices(params: Any) -> Any:
     """
 
     def axes(path: tuple, x: jax.Array) -> MuonDimensionNumbers | None:
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+        name = _name(path)
         matrix = "blocks." in name and name.endswith(".kernel") and "router" not in name
         return MuonDimensionNumbers(x.ndim - 2, x.ndim - 1) if matrix else None
 
     return jax.tree_util.tree_map_with_path(axes, params)
 
 
+def decayed(params: Any) -> Any:
+    """Which parameters AdamW's decay draws to 0: not norms, biases and shares of smeared keys. Muon's: its matrices."""
+    kept = ("scale", "bias", "smear")
+    return jax.tree_util.tree_map_with_path(lambda path, _: _name(path).split(".")[-1] not in kept, params)
+
+
+def _name(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+
+
 OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "adam": lambda rate, b2, decay: optax.adam(rate, b2=b2),
-    "adamw": lambda rate, b2, decay: optax.adamw(rate, b2=b2, weight_decay=decay),
+    "adamw": lambda rate, b2, decay: optax.adamw(rate, b2=b2, weight_decay=decay, mask=decayed),
     "muon": lambda rate, b2, decay: optax.contrib.muon(
         rate, adam_b2=b2, weight_decay=decay, muon_weight_dimension_numbers=muon_matrices
     ),

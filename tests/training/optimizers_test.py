@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from models import tiny
 
+from mpo_jax.models.layout import names
+from mpo_jax.models.transformer import Critic, Transformer
 from mpo_jax.training.optimizers import make_optimizer, muon_matrices, schedule
 
 
@@ -31,6 +34,27 @@ def test_adamw_also_draws_weights_to_zero():
     """−0.1 (1 + 0.5 · 4) = −0.3."""
     updates = first_update("adamw", {"w": jnp.full(1, 4.0)}, {"w": jnp.ones(1)}, weight_decay=0.5)
     np.testing.assert_allclose(updates["w"], [-0.3], rtol=1e-5)
+
+
+def model_parameters():
+    """Of every kind: norms, biases and smeared keys among them."""
+    config = tiny.config(num_layers=1, qkv_bias=True, smeared_keys=True)
+    policy, critic = (nnx.state(make(config, rngs=nnx.Rngs(0))) for make in (Transformer, Critic))
+    return policy, critic
+
+
+@pytest.mark.parametrize(("name", "drawn_too"), [("adamw", ["embedding.embedding", "value.kernel"]), ("muon", [])])
+def test_weight_decay_draws_matrices_to_zero_and_no_norm_or_bias(name, drawn_too):
+    """Without a gradient the update is the decay alone: −.1 · .5 of the parameter."""
+    for params in model_parameters():
+        params = jax.tree.map(lambda x: jnp.ones_like(x), params)
+        updates = names(first_update(name, params, jax.tree.map(jnp.zeros_like, params), weight_decay=0.5))
+        drawn = {path for path, x in updates.items() if np.any(x)}
+        matrices = {path for path in updates if "blocks." in path and path.endswith(".kernel")}
+        assert drawn == matrices | {path for path in updates if path.removeprefix("trunk.") in drawn_too}
+        assert {path.split(".")[-1] for path in updates.keys() - drawn} >= {"scale", "bias", "smear"}
+        for path in drawn:
+            np.testing.assert_allclose(updates[path], -0.05, rtol=1e-5)
 
 
 def tree(seed, layers=()):
