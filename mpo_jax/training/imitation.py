@@ -239,7 +239,12 @@ def imitate_by_adapters(
 
     Returns:
       The adapters.
+
+    Raises:
+      ValueError: no sequences, or one longer than a row.
     """
+    if not sequences:
+        raise ValueError("there are no sequences to imitate")
     loss, optimizer = _loss_of(config), _make_optimizer(learning_rate, num_steps)
     adapters = lora.init(settings, params, jax.random.key(seed))
     optimizer_state = optimizer.init(adapters)
@@ -275,7 +280,8 @@ def _loss_of(config: TransformerConfig) -> Callable[[nnx.State, Trajectories, fl
     def loss(params: nnx.State, batch: Trajectories, observation_weight: float | Array) -> Array:
         logprobs, _ = token_logprobs(nnx.merge(graph, params), batch)
         weights = jnp.where(batch.action_mask, 1.0, observation_weight) * (batch.positions > 0)
-        return -jnp.sum(weights * logprobs) / jnp.sum(weights)
+        total = jnp.sum(weights)
+        return -jnp.sum(weights * logprobs) / jnp.where(total > 0, total, 1.0)  # a row may have nothing to imitate
 
     return loss
 

@@ -206,6 +206,29 @@ def test_adapters_imitate_actions_and_the_model_stays():
     assert tuned[:3].sum() < base[:3].sum() + 1.0
 
 
+def test_a_row_without_actions_teaches_nothing_and_breaks_nothing():
+    model, settings = runs.model(), lora.LoraConfig(rank=2, alpha=4.0)
+    losses = []
+    adapters = imitate_by_adapters(
+        model.config,
+        model.params,
+        settings,
+        [([7, 9, 11], [False] * 3), ([7, 9, 20], [False, False, True])],
+        num_steps=4,
+        row_tokens=4,  # a sequence a row
+        learning_rate=0.05,
+        report=lambda step, loss: losses.append(float(loss)),
+    )
+    assert losses.count(0.0) == 2 and np.isfinite(losses).all()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(runs.frozen(adapters)))
+
+
+def test_nothing_to_imitate_is_an_error():
+    model, settings = runs.model(), lora.LoraConfig(rank=2, alpha=4.0)
+    with pytest.raises(ValueError, match="no sequences"):
+        imitate_by_adapters(model.config, model.params, settings, [], num_steps=1, row_tokens=4, learning_rate=0.05)
+
+
 def test_rows_hold_whole_sequences_and_go_through_all_before_any_again():
     sizes = np.array([0, 3, 4, 5, 2])  # of the sequences of 1s, 2s, …
     rows = _rows([_as_episode([n] * sizes[n], [True] * sizes[n]) for n in (1, 2, 3, 4)], 8, random.Random(0))
