@@ -77,11 +77,14 @@ def make_shaping(config: ml_collections.ConfigDict, model: Pretrained) -> Shapin
     """The dense reward of the configured pair of models, or none.
 
     Raises:
-      ValueError: a model cannot be read, or does not share the vocabulary of the one in training.
+      ValueError: a model cannot be read, or does not share the vocabulary of the one in training; an algorithm that
+        tells successes by their rewards.
     """
     section = config.dense
     if not section.policy:
         return lambda batch: batch
+    if config.algorithm == "vapo":
+        raise ValueError("dense.policy changes returns, by which vapo tells the successes that it imitates")
     pair = pretrained.load(section.policy), pretrained.load(section.reference)
     if pair[0].config.vocab_size != model.config.vocab_size:
         raise ValueError(f"dense.policy={section.policy} has not the vocabulary of model={config.model}")

@@ -264,12 +264,17 @@ class Transformer(nnx.Module):
         return self.embedding.embedding.get_value().T if self.config.tied_embeddings else self.output.kernel.get_value()
 
 
+def _value_head(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.Linear:
+    """One linear layer, zero at the start, in float32: bfloat16 would round values to steps of their differences."""
+    return nnx.Linear(config.width, 1, kernel_init=nnx.initializers.zeros, dtype=jnp.float32, rngs=rngs)
+
+
 class Critic(nnx.Module):
     """A value of every prefix: a trunk of its own, without an output head, and one linear layer, zero at the start."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.trunk = Transformer(dataclasses.replace(config, tied_embeddings=True), rngs=rngs)
-        self.value = nnx.Linear(config.width, 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.value = _value_head(config, rngs)
 
     def __call__(self, tokens: Array, positions: Array, segment_ids: Array) -> Array:
         """float[B,T]: the value of the prefix that ends *with* each token (`evaluation` shifts it)."""
@@ -281,7 +286,7 @@ class SharedCritic(nnx.Module):
     """The same on the policy's trunk: the linear layer alone, of the hidden states that the policy's head reads."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.value = nnx.Linear(config.width, 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
+        self.value = _value_head(config, rngs)
 
     def __call__(self, hidden: Array) -> Array:
         """float[B,T] of hidden[B,T,D]."""

@@ -1,13 +1,17 @@
 """Alignment: index t concerns tokens[t], for log-probs, entropies and values, packed or padded."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from models import tiny
+from mpo_jax.models.actor_critic import Models
 from mpo_jax.models.evaluation import prefix_values, starts_of_sequences, token_logprobs
-from mpo_jax.models.transformer import Critic, Transformer
+from mpo_jax.models.transformer import Critic, SharedCritic, Transformer
 
 CONFIG = tiny.config()
 GRAPH = tiny.graph(CONFIG)
@@ -82,6 +86,18 @@ def test_bug_095_logprobs_of_a_bfloat16_model_are_float32():
     assert logprobs.dtype == entropy.dtype == jnp.float32
     stored = np.asarray(logprobs)[0, 1:5]
     assert np.any(stored != stored.astype(jnp.bfloat16).astype(np.float32)), "not rounded to bfloat16 on the way"
+
+
+@pytest.mark.parametrize("shared", [None, 1.0])
+def test_values_of_a_bfloat16_critic_are_not_rounded_to_it(shared):
+    """Steps of 2⁻⁸ between ½ and 1 would be as large as what tells one token of a turn from the next."""
+    models = dataclasses.replace(Models.of(CONFIG, shared_trunk=shared), compute_dtype=jnp.bfloat16)
+    kind, rngs = (Critic if shared is None else SharedCritic), nnx.Rngs(0)
+    critic = tiny.stirred(nnx.state(kind(CONFIG, rngs=rngs)))
+    values, final = models.both(tiny.params(CONFIG), critic, tiny.lay_out([[B]], 8))[3:]
+    assert values.dtype == final.dtype == jnp.float32
+    values = np.asarray(values)[0, 1:7]
+    assert np.all(values != values.astype(jnp.bfloat16).astype(np.float32))
 
 
 class Outputs(Critic):

@@ -70,3 +70,6 @@ def test_models_that_do_not_fit_are_refused():
     config.dense.policy = "search_tiny"
     with pytest.raises(ValueError, match=r"dense\.policy=search_tiny has not the vocabulary of model="):
         parts.make_shaping(config, runs.model())
+    config.algorithm = "vapo"
+    with pytest.raises(ValueError, match="vapo tells the successes"):
+        parts.make_shaping(config, runs.model())
