@@ -37,6 +37,14 @@ def test_variance_share_literal():
     assert found["between_exceeds_within"] == 1
 
 
+def test_variance_share_is_a_median_over_trajectories():
+    # shares .6 (as above), 1 (nothing varies within turns) and 0 (turn means are equal): median .6, mean 8/15
+    values = np.concatenate([one(0, 1, 2, 2, 3, 4), one(1, 1, 1, 3, 3, 3), one(0, 1, 2, 0, 1, 2)])
+    found = kernels.variance_share(values, *(np.repeat(x, 3, axis=0) for x in (MASK, TURNS, SEQ)))
+    np.testing.assert_allclose(found["turn_variance_share"], 0.6, rtol=1e-6)
+    np.testing.assert_allclose(found["between_exceeds_within"], 2 / 3, rtol=1e-6)
+
+
 def test_a_blind_critic_and_a_linear_one():
     assert visibility(one(1, 1, 1, 4, 4, 4), MASK, TURNS, SEQ) == 0
     np.testing.assert_allclose(visibility(one(1, 2, 3, 4, 9, 9), MASK, TURNS, SEQ), 0.5)  # (⅓ + ⅔)/2
@@ -50,6 +58,9 @@ def test_explained_variance_overall_and_at_turn_borders():
     assert found["explained_variance_turn_starts"] == 1 and found["explained_variance_turn_ends"] == 1
     assert found["explained_variance"] < 0
     assert kernels.explained_variance(values, np.ones_like(values), MASK) == 0
+    # at the ends 2, 3 against 2, 4: the error varies as much as the returns
+    found = kernels.critic_diagnostics(values, one(0, 1, 2, 1, 0, 3), MASK, TURNS, SEQ)
+    assert found["explained_variance_turn_starts"] == 1 and found["explained_variance_turn_ends"] == 0
 
 
 def test_bug_040_value_clip_fraction():
@@ -83,6 +94,12 @@ def test_ratio_diagnostics_by_turn_length():
     }
     for name, value in expected.items():
         np.testing.assert_allclose(found[name], value, rtol=1e-5, err_msg=name)
+
+
+def test_each_side_of_the_clip_range_has_its_bound():
+    # below 1 − .2, inside 1 + .5, above it
+    found = diagnostics.outside_clip(one(0.75, 1.3, 1.6), epsilon_low=0.2, epsilon_high=0.5)
+    np.testing.assert_array_equal(found, one(1, 0, 1, dtype=bool))
 
 
 def test_bug_085_the_mismatch_is_measured_without_the_ratios_clamp():

@@ -93,6 +93,12 @@ def test_bug_057_share_of_constant_groups():
     )
 
 
+def test_groups_without_a_valid_episode_are_not_counted_as_constant():
+    valid = np.array([1, 1, 0, 0], bool)
+    share = kernels.constant_group_share(np.float32([1, 0, 1, 1]), np.array([0, 0, 1, 1]), valid=valid)
+    assert share == 0  # of one group; with the second it would be ½
+
+
 def test_anchor_groups_by_state_and_leaves_singletons():
     returns, states = np.array([1, 0, 5, 2, 4], np.float32), np.array([99, 99, 3, -1, -1])
     np.testing.assert_allclose(anchor(returns, states), [0.5, -0.5, 0, 0, 0])
