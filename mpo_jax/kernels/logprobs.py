@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Float, Int
 
 from mpo_jax.kernels import checks
@@ -101,10 +102,14 @@ def linear_logprobs(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear_logprobs(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple[Array, Array]:
-    return _forward(static, hidden, head, targets)[0]
+    return _walk(static, hidden, head, targets)[0]
 
 
-def _forward(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple:
+def _forward(static: tuple, *primals) -> tuple:
+    return _walk(static, *(primal.value for primal in primals))
+
+
+def _walk(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple:
     temperature, softcap, tile = static
 
     def step(carry: tuple, index: Array) -> tuple:
@@ -112,10 +117,11 @@ def _forward(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple
         columns, fresh, start = _columns(index, tile, head.shape[1])
         z = jnp.matmul(hidden, head_tile(head, start, tile), preferred_element_type=jnp.float32)
         z = _cap(z, softcap) / temperature
+        z = jnp.where(fresh, z, _LOWEST)
         hit = (columns == targets[:, None]) & fresh
         chosen = chosen + jnp.sum(jnp.where(hit, z, 0.0), axis=1)
-        new_top = jnp.maximum(top, jnp.max(jnp.where(fresh, z, _LOWEST), axis=1))
-        weight = jnp.where(fresh, jnp.exp(z - new_top[:, None]), 0.0)
+        new_top = jnp.maximum(top, jnp.max(z, axis=1))
+        weight = jnp.exp(z - new_top[:, None])
         shrink = jnp.exp(top - new_top)
         moment = shrink * (moment + (top - new_top) * total) + jnp.sum(weight * (z - new_top[:, None]), axis=1)
         return (new_top, shrink * total + jnp.sum(weight, axis=1), moment, chosen), None
@@ -129,11 +135,13 @@ def _forward(static: tuple, hidden: Array, head: Array, targets: Array) -> tuple
     return (jnp.where(inside, chosen - top - log_total, 0.0), entropy), (hidden, head, targets, top, log_total, entropy)
 
 
-def _backward(static: tuple, residuals: tuple, cotangents: tuple[Array, Array]) -> tuple:
+def _backward(static: tuple, residuals: tuple, cotangents: tuple[Array | SymbolicZero, ...]) -> tuple:
     temperature, softcap, tile = static
     hidden, head, targets, top, log_total, entropy = residuals
     inside = (targets >= 0) & (targets < head.shape[1])
-    g_logprob, g_entropy = jnp.where(inside, cotangents[0], 0.0)[:, None], cotangents[1][:, None]
+    # Of an output that no loss reads nothing is computed, neither here nor in the loop of `_walk`.
+    g_logprob, g_entropy = (None if isinstance(x, SymbolicZero) else x[:, None] for x in cotangents)
+    g_logprob = 0.0 if g_logprob is None else jnp.where(inside[:, None], g_logprob, 0.0)
 
     def step(carry: tuple, index: Array) -> tuple:
         d_hidden, d_head = carry
@@ -141,9 +149,8 @@ def _backward(static: tuple, residuals: tuple, cotangents: tuple[Array, Array]) 
         weights = head_tile(head, start, tile)
         capped = _cap(jnp.matmul(hidden, weights, preferred_element_type=jnp.float32), softcap)
         log_p = capped / temperature - top[:, None] - log_total[:, None]
-        d_z = g_logprob * (columns == targets[:, None]) - jnp.exp(log_p) * (
-            g_logprob + g_entropy * (log_p + entropy[:, None])
-        )
+        g_log_p = g_logprob if g_entropy is None else g_logprob + g_entropy * (log_p + entropy[:, None])
+        d_z = g_logprob * (columns == targets[:, None]) - jnp.exp(log_p) * g_log_p
         slope = 1.0 if softcap is None else 1.0 - (capped / softcap) ** 2
         d_z = jnp.where(fresh, d_z * slope / temperature, 0.0).astype(hidden.dtype)
         d_hidden = d_hidden + jnp.matmul(d_z, weights.T, preferred_element_type=jnp.float32)
@@ -183,4 +190,4 @@ def _cap(logits: Array, softcap: float | None) -> Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-_linear_logprobs.defvjp(_forward, _backward)
+_linear_logprobs.defvjp(_forward, _backward, symbolic_zeros=True)
