@@ -8,6 +8,7 @@ import numpy as np
 from flax import nnx
 
 from mpo_jax.models.transformer import Cache, TransformerConfig
+from mpo_jax.models.transposed import transpose
 from mpo_jax.rollout import sampling
 from mpo_jax.rollout.decoding import EXACT, Decoding
 from mpo_jax.rollout.protocol import Generation
@@ -73,12 +74,13 @@ class Sampler:
         self._under_way: dict[int, _Turn] = {}
         self._few = num_slots // 8  # as many rows or fewer are sampled apart from the others
         self._cache = Cache.empty(config, num_slots, min(SHORTEST_CACHE, context_length))
-        self._graph = sampling.graph_of(config)
+        self._is_transposed = jax.default_backend() == "cpu"
+        self._graph = sampling.graph_of(config, self._is_transposed)
         self._steps_per_call = min(steps_per_call or max_turn_tokens, max_turn_tokens)
 
     def load(self, params: nnx.State, version: int) -> None:
         """Takes new weights, between turns or within one; what older ones read is read anew at the next call."""
-        self._params, self.version = params, version
+        self._params, self.version = transpose(params) if self._is_transposed else params, version
         self._num_cached[:] = 0
 
     def free(self, slot: int) -> None:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from mpo_jax.models import transposed
 from mpo_jax.models.moe import Routing
 from mpo_jax.models.transformer import Transformer, TransformerConfig
 from mpo_jax.rollout.decoding import draw, likeliest, reshape
@@ -32,8 +33,10 @@ class Rows:
 
 
 @functools.cache
-def graph_of(config: TransformerConfig) -> nnx.GraphDef:
+def graph_of(config: TransformerConfig, is_transposed: bool) -> nnx.GraphDef:
     """One object a config, so that samplers of one config share what is compiled."""
+    if is_transposed:
+        return transposed.graph_of(config)
     return nnx.split(nnx.eval_shape(lambda: Transformer(config, rngs=nnx.Rngs(0))))[0]
 
 
