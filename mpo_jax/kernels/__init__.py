@@ -3,7 +3,6 @@
 from mpo_jax.kernels.advantages import (
     bilevel_advantages,
     hindsight_weights,
-    multiscale_advantages,
     turn_advantages,
     whiten,
 )
@@ -38,6 +37,7 @@ from mpo_jax.kernels.losses import (
     squared_value_loss,
     success_nll,
 )
+from mpo_jax.kernels.multiscale import multiscale_advantages
 from mpo_jax.kernels.progress import episode_advantage, progress_advantage
 from mpo_jax.kernels.ratios import importance_ratio, masked_weights, truncated_weights
 from mpo_jax.kernels.reductions import (

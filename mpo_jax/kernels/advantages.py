@@ -1,4 +1,4 @@
-"""Credit of each action token from a critic's values (multi-scale, turn, bi-level) or from hindsight."""
+"""Credit of each action token from a critic's values (turn, bi-level) or from hindsight."""
 
 import jax
 import jax.numpy as jnp
@@ -6,119 +6,10 @@ from jaxtyping import Bool, Float, Int
 
 from mpo_jax.kernels import checks, segments
 from mpo_jax.kernels.checks import Scalar
+from mpo_jax.kernels.multiscale import multiscale_advantages
 from mpo_jax.kernels.returns import returns, token_gae
 from mpo_jax.kernels.segments import masked, segment_mean, segment_sum, spread
 from mpo_jax.types import Array
-
-
-def multiscale_advantages(
-    rewards: Float[Array, "T"],
-    values: Float[Array, "T"],
-    action_mask: Bool[Array, "T"],
-    turn_ids: Int[Array, "T"],
-    *,
-    lambda_turn: Scalar = 0.8,
-    lambda_intra: Scalar = 0.95,
-    beta: Scalar = 1.0,
-    sequence_ids: Int[Array, "T"] | None = None,
-    bootstrap_values: Float[Array, "T"] | None = None,
-) -> Float[Array, "T"]:
-    """Multi-scale advantages: the turn sets the level, the tokens inside it only how the level is shared out.
-
-      A_{t,i} = A^turn_t + β (A^intra_{t,i} − mean_j A^intra_{t,j})
-      A^turn_t = r_t + V_{t+1,1} − V_{t,1} + λ_turn A^turn_{t+1}     (one discount a turn, whatever its length)
-      A^intra_{t,i} = r_{t,i} + V_{t,i+1} − V_{t,i} + λ_intra A^intra_{t,i+1}     (the trace ends with the turn)
-
-    with V_{t,L_t+1} = V_{t+1,1} and V_{T+1,1} = 0. Both are λ-returns less V that differ only in a token's λ:
-    λ_turn at turn ends and 1 inside, or 0 at turn ends and λ_intra inside.
-
-    With λ_turn = 1 and β = 0 the policy gradient is unbiased whatever the critic. β ≠ 0 favours a turn's early tokens
-    even with an exact critic: over turns of L tokens token k's part is multiplied by 1 + β(1 − Σ_{j<k} λ_intra^j / L),
-    never turned around (notebook 01, tests/theory_test.py).
-
-    Args:
-      rewards: [T], non-zero only on a turn's last action token.
-      values: [T] V before each token; read at action tokens, those inside a turn by A^intra alone.
-      action_mask: [T] tokens that the policy sampled.
-      turn_ids: [T] turn of each token, growing along the row, -1 on padding; observations may have any.
-      lambda_turn: λ of the turn recursion.
-      lambda_intra: λ of the trace inside a turn.
-      beta: β, weight of the shares inside a turn; 0 is `turn_advantages`.
-      sequence_ids: [T] of a packed row; None is a single sequence.
-      bootstrap_values: [T] or None, V after a sequence's last action (in place of 0), read at that token.
-
-    Returns:
-      [T] advantages before whitening, 0 off the action tokens.
-
-    Raises:
-      ValueError: for shapes, dtypes or ids that do not fit.
-    """
-    checks.check_aligned(
-        "T",
-        rewards=rewards,
-        values=values,
-        action_mask=action_mask,
-        turn_ids=turn_ids,
-        sequence_ids=sequence_ids,
-        bootstrap_values=bootstrap_values,
-    )
-    checks.check_turns(action_mask, turn_ids, sequence_ids)
-    if bootstrap_values is not None:  # V after a sequence is one reward more at its last action
-        last = segments.ends(_one_sequence(turn_ids) if sequence_ids is None else sequence_ids, action_mask)
-        rewards = masked(rewards, action_mask) + masked(bootstrap_values, last)
-    # Loops over the tokens, not scatters and gathers of turns: a CPU is twice as fast with them.
-    borders = segments.borders(action_mask, turn_ids, *(() if sequence_ids is None else (sequence_ids,)))
-    turn, intra = _both_scales(
-        masked(rewards, action_mask), masked(values, action_mask), borders, lambda_turn, lambda_intra
-    )
-    level = turn - beta * _mean_of_rest(intra, borders)
-    return _shared_out(level, beta * intra, borders)
-
-
-def _both_scales(
-    rewards: Array, values: Array, borders: Array, lambda_turn: Scalar, lambda_intra: Scalar
-) -> tuple[Array, Array]:
-    """A^turn, to be read at a turn's first action, and A^intra: λ-returns less V, G_i = r_i + H_{i+1}.
-
-    H_i = (1 − λ_i) V_i + λ_i G_i is what action i hands back to the one before it, λ_i that of the border between them;
-    a sequence's first action hands back 0, and whatever is no action hands on what it got.
-    """
-
-    def step(ahead: tuple, now: tuple) -> tuple[tuple, tuple]:
-        reward, value, border = now
-        first, action = border > 1, border > 0
-        found = tuple(reward + x for x in ahead)
-        decays = jnp.where(first, lambda_turn, 1.0), jnp.where(first, 0.0, lambda_intra)
-        handed = (jnp.where(border > 2, 0.0, (1.0 - d) * value + d * x) for d, x in zip(decays, found, strict=True))
-        ahead = tuple(jnp.where(action, x, y) for x, y in zip(handed, ahead, strict=True))
-        return ahead, tuple(jnp.where(action, x - value, 0.0) for x in found)
-
-    zero = jnp.zeros((), jnp.result_type(rewards, values))
-    return jax.lax.scan(step, (zero, zero), (rewards, values, borders), reverse=True)[1]
-
-
-def _mean_of_rest(x: Array, borders: Array) -> Array:
-    """Mean from each action to the end of its turn: at a turn's first action, over the turn."""
-
-    def step(after: tuple, now: tuple) -> tuple[tuple, Array]:
-        x, border = now
-        total, count = (y + jnp.where(border > 0, z, 0.0) for y, z in zip(after, (x, 1.0), strict=True))
-        after = tuple(jnp.where(border > 1, 0.0, y) for y in (total, count))
-        return after, total / jnp.maximum(count, 1.0)
-
-    zero = jnp.zeros((), x.dtype)
-    return jax.lax.scan(step, (zero, zero), (x, borders), reverse=True)[1]
-
-
-def _shared_out(level: Array, share: Array, borders: Array) -> Array:
-    """The level at its turn's first action plus each action's own share."""
-
-    def step(before: Array, now: tuple) -> tuple[Array, Array]:
-        level, share, border = now
-        level = jnp.where(border > 1, level, before)
-        return level, jnp.where(border > 0, level + share, 0.0)
-
-    return jax.lax.scan(step, jnp.zeros((), level.dtype), (level, share, borders))[1]
 
 
 def turn_advantages(

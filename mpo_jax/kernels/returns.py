@@ -1,11 +1,11 @@
 """Returns and advantages as reverse recursions over actions; observations and padding are stepped over."""
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float, Int, Shaped
 
 from mpo_jax.kernels import checks
 from mpo_jax.kernels.checks import Scalar
+from mpo_jax.kernels.recurrence import linear_recurrence
 from mpo_jax.kernels.segments import following, masked
 from mpo_jax.types import Array
 
@@ -30,15 +30,12 @@ def lambda_returns(
       [K] returns of the states before each step.
     """
 
-    def step(return_t: Array, now: tuple[Array, ...]) -> tuple[Array, Array]:
-        reward, discount, value, decay = now
-        return_t = reward + discount * ((1.0 - decay) * value + decay * return_t)
-        return return_t, return_t
-
     checks.check_positive(K=len(r_t))
     over = (r_t, discount_t, v_t, lambda_)
     over = [jnp.broadcast_to(jnp.asarray(x, jnp.result_type(r_t, v_t, jnp.float32)), jnp.shape(r_t)) for x in over]
-    return jax.lax.scan(step, over[2][-1], tuple(over), reverse=True)[1]
+    reward, discount, value, decay = over
+    decay = decay.at[-1].set(0.0)  # G after the last step is its value
+    return linear_recurrence(discount * decay, reward + discount * (1.0 - decay) * value, reverse=True)
 
 
 def gae(

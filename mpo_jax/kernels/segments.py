@@ -116,24 +116,6 @@ def following(
     return jnp.logical_and(after < length, jnp.asarray(ids)[index] == ids), jnp.asarray(x)[index]
 
 
-def borders(mask: Bool[Array, "T"], *ids: Int[Array, "T"]) -> Int[Array, "T"]:
-    """How many of the segments that a token is in begin with it, and one: 1 inside all of them; 0 off the mask.
-
-    Args:
-      mask: [T] tokens that count.
-      *ids: [T] of nested segments, whose tokens that count lie together.
-    """
-
-    def step(before: tuple, now: tuple) -> tuple[tuple, Array]:
-        kept = now[0] != PADDING
-        begun = sum(x != y for x, y in zip(now, before, strict=True))
-        before = tuple(jnp.where(kept, x, y) for x, y in zip(now, before, strict=True))
-        return before, jnp.where(kept, 1 + begun, 0)
-
-    ids = tuple(jnp.where(mask, x, PADDING).astype(jnp.int32) for x in ids)
-    return jax.lax.scan(step, tuple(jnp.int32(PADDING) for _ in ids), ids)[1]
-
-
 def slots(x: Array, ids: Array, mask: Array, num_segments: int) -> Array:
     """Ids with everything that does not count moved to one segment past the end."""
     checks.check_aligned("T", ids=ids, mask=mask)

@@ -37,14 +37,6 @@ def test_starts_and_ends(row):
         np.testing.assert_array_equal(np.flatnonzero(f(row.turns, row.mask)), sorted(t[k] for t in blocks))
 
 
-def test_borders_tell_how_much_begins():
-    # an observation before and inside the first turn, a turn more, another sequence, padding
-    mask = np.array([0, 1, 0, 1, 1, 1, 1, 0], bool)
-    turns, sequences = np.array([0, 0, 7, 0, 1, 1, 2, -1]), np.array([0, 0, 0, 0, 0, 0, 1, -1])
-    np.testing.assert_array_equal(segments.borders(mask, turns, sequences), [0, 3, 0, 1, 2, 1, 3, 0])
-    np.testing.assert_array_equal(segments.borders(mask, turns), [0, 2, 0, 1, 2, 1, 2, 0])
-
-
 def test_spread_gives_back_and_is_zero_elsewhere():
     ids, mask = np.array([0, 0, 1, 1, -1]), np.array([1, 1, 1, 0, 0], bool)
     np.testing.assert_array_equal(kernels.spread(np.float32([3, 5]), ids, mask), [3, 3, 5, 0, 0])

@@ -1,8 +1,8 @@
-"""Collectives are read from a program's text: kinds, bytes, trips of loops, branches, asynchronous pairs."""
+"""Collectives and cycles are read from a program's text: kinds, bytes, trips of loops, branches, asynchronous pairs."""
 
 import pytest
 
-from mpo_jax.training.hlo import Traffic, collectives
+from mpo_jax.training.hlo import Traffic, collectives, estimated_cycles
 
 LOOP = """
 %add (a: f32[], b: f32[]) -> f32[] {
@@ -66,3 +66,13 @@ def test_a_loop_of_unknown_length_with_a_collective_is_an_error():
 
 def test_a_program_on_one_device_moves_nothing():
     assert collectives("ENTRY %main (p: f32[2]) -> f32[2] {\n  ROOT %r = f32[2] add(%p, %p)\n}\n") == {}
+
+
+def test_estimated_cycles_of_loops_are_multiplied():
+    """7 outside, 3 trips of 11, in each of them 5 trips of 2: 7 + 3 · (11 + 5 · 2)."""
+    text = LOOP
+    for line, cycles in (("%zero = f32[2] constant({0, 0})", 1000), ("%kernel = f32[8,4] custom-call(%x)", 2)):
+        text = text.replace(line, line + f', backend_config={{"window":{{"estimated_cycles":"{cycles}"}}}}')
+    text = text.replace("collective-permute-start(%x)", 'collective-permute-start(%x), c={"estimated_cycles":"11"}')
+    text = text.replace("get-tuple-element(%w)", 'get-tuple-element(%w), c={"estimated_cycles":"7"}')
+    assert estimated_cycles(text) == 7 + 3 * (11 + 5 * 2)
