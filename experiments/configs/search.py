@@ -51,7 +51,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.optimizer = "adam"  # or adamw, muon
     config.weight_decay = 0.0
     config.warmup_updates = 0
-    config.rate_decay = "linear"  # to 0 at num_steps, which a longer run moves; or cosine, constant
+    # To 0 over the updates of num_steps, which a longer run moves; a policy makes fewer of them, by value pretraining.
+    config.rate_decay = "linear"  # or cosine, constant
 
     # Low-rank adapters in place of the parameters; the reference is then what they stand beside.
     config.lora = ml_collections.ConfigDict()
