@@ -73,7 +73,7 @@ def ours(algorithm, advantages, new=NEW, old=OLD):
         advantages=advantages,
         old_logprobs=old,
         ref_logprobs=REF,
-        weights=algorithm.weights(batch),
+        weights=algorithm.weights(batch, MASK),
         value_weights=weights,
         **rest,
     )

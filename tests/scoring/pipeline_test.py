@@ -186,7 +186,7 @@ def test_memory_does_not_grow_with_the_number_of_episodes(tmp_path, monkeypatch)
         return found
 
     peak(2)  # compiles
-    few, many = peak(16), peak(96)
+    few, many = (min(peak(number) for _ in range(3)) for number in (16, 96))  # other threads allocate as well
     assert many < few + 80 * 1000  # ids are kept, to tell them apart; an episode is 10 kB
 
 
