@@ -41,12 +41,14 @@ def main(_) -> None:
         "train_step": lambda tiny: [train_step.case(tiny, 16, 256, repeats)],
         "smollm2": lambda _: turns("SmolLM2-135M", decode.smollm2(), [8], 32),
     }
+    output = pathlib.Path(_OUTPUT.value)
+    output.mkdir(parents=True, exist_ok=True)
     for name in _ONLY.value:
         before = measure.machine()
         rows = [row for case in cases[name](decode.tiny()) for row in measure.run(case)]
         text = "\n\n".join([measure.table(rows), f"Before: {before}.", f"After: {measure.machine()}."]) + "\n"
         print(text, flush=True)
-        (pathlib.Path(_OUTPUT.value) / f"{name}.md").write_text(text)
+        (output / f"{name}.md").write_text(text)
 
 
 if __name__ == "__main__":
